@@ -30,6 +30,7 @@ from statistics import fmean
 import configurator
 from config.errors import UserError
 from config.sizes import nice_bytes, parse_bytes
+from config.terminal import visible
 from engine.dialogue import Dialogue, Template, longest_context
 from engine.engine import Engine
 from engine.params import SamplingParams, encodable, sample_seed
@@ -74,7 +75,7 @@ class Chat:
                   f'{len(dialogue.turns)} from here on; /history and the file have all)')
         params = replace(self.params, seed=sample_seed(s.seed, self.replies))
         self.replies += 1
-        print(dialogue.template.head(s.reply_as), end='', flush=True)
+        print(visible(dialogue.template.head(s.reply_as)), end='', flush=True)
         completion = self._stream(self.engine.submit(dialogue.prompt(s.reply_as), params))
         print()
         if completion.error:
@@ -93,7 +94,7 @@ class Chat:
                 ended = (event.completion for event in events if event.completion)
                 completion = next(ended, None)
                 for event in events:
-                    print(event.text, end='', flush=True)
+                    print(visible(event.text), end='', flush=True)
             except KeyboardInterrupt:
                 self.engine.cancel(index)  # unless it has just ended by itself
         if completion is None:
@@ -142,7 +143,7 @@ class Chat:
         elif name == 'branches':
             for branch, turns in self.dialogue.branches.items():
                 mark = '*' if branch == self.dialogue.branch else ' '
-                print(f'{mark} {branch}: {len(turns)} turns')
+                print(visible(f'{mark} {branch}: {len(turns)} turns'))
         elif name == 'history':
             self.show(self.dialogue.turns)
         elif name == 'stats':
@@ -158,8 +159,8 @@ class Chat:
     def show(self, turns) -> None:
         """Print turns as formatted by the template."""
         template = self.dialogue.template
-        print(''.join(template.head(turn.name) + turn.text + template.end for turn in turns),
-              end='')
+        text = ''.join(template.head(turn.name) + turn.text + template.end for turn in turns)
+        print(visible(text), end='')
 
     def stats(self) -> str:
         """How much the prefix cache has saved so far."""
@@ -199,7 +200,7 @@ def talk(chat) -> None:
             elif line:
                 chat.say(line)
         except UserError as e:
-            print(f'({e})')
+            print(visible(f'({e})'))
 
 
 def main(argv=None):

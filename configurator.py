@@ -22,6 +22,7 @@ from config import missing  # noqa: F401  programs import this or `missing` befo
 from config.errors import UserError
 from config.files import use_own_compiler_cache
 from config.schema import ALL_KEYS, PROGRAMS, Key
+from config.terminal import visible
 
 ROOT = Path(__file__).resolve().parent
 TYPES = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'text',
@@ -80,7 +81,7 @@ def parse(program: str, argv: list[str] | None = None, usage: str = '',
             except (OSError, UnicodeDecodeError) as e:
                 raise UserError(f'config file {arg!r} cannot be read as UTF-8 text: {e}') from e
             if echo:
-                print(f'Overriding config with {arg}' + f':\n{text}' * (program == 'train'))
+                print(visible(f'Overriding config with {arg}' + f':\n{text}' * (program == 'train')))
             source, changed = arg, _run_file(arg, path, text, values, keys)
         values.update(changed)
         given.update(dict.fromkeys(changed, source))
@@ -247,12 +248,12 @@ def run_program(main) -> None:
     traceback; a warning is one line, without its source line."""
     use_own_compiler_cache()
     original = warnings.formatwarning
-    warnings.formatwarning = lambda message, *_, **__: (
-        f"warning: {' '.join(str(message).split())}\n")
+    warnings.formatwarning = lambda message, *_, **__: visible(
+        f"warning: {' '.join(str(message).split())}\n", sys.stderr)
     try:
         main()
     except UserError as e:
-        print('error:', ' '.join(str(e).splitlines()), file=sys.stderr)
+        print(visible(f"error: {' '.join(str(e).splitlines())}", sys.stderr), file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         end_of_line = '\n' * sys.stderr.isatty()  # after the ^C that a terminal shows

@@ -15,7 +15,6 @@ Without training, only to see the report:
 """
 from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
 import contextlib
-import functools
 import io
 import json
 import statistics
@@ -29,6 +28,7 @@ from rich.progress import track
 import configurator
 from config.errors import UserError, at_least
 from config.sizes import nice_bytes, parse_bytes
+from config.terminal import visible
 from engine.captured import MIN_CAPTURED
 from engine.decode import fast_decode
 from engine.many import complete, fitted, json_lines, make_engine, show_many
@@ -110,7 +110,10 @@ def generate_batch(generation, tokenizer, prompt, stops, watch_speed=-1.0
     stream, hidden = len(samples) == 1, not sys.stderr.isatty()
     steps = track(generation, 'sampling', generation.max_new_tokens, transient=True,
                   console=Console(stderr=True), disable=stream or hidden)
-    show = functools.partial(print, end='', flush=True) if stream else lambda piece: None
+    def show(piece):
+        if stream:
+            print(visible(piece), end='', flush=True)
+
     plain = contextlib.nullcontext((show, time.perf_counter))
     with watching(generation, watch_speed) if watch_speed >= 0 else plain as (write, clock):
         write(tokenizer.decode(prompt))
@@ -127,7 +130,7 @@ def generate_batch(generation, tokenizer, prompt, stops, watch_speed=-1.0
                 write(sample.end())
     for sample in samples:
         text = '' if stream else tokenizer.decode(prompt) + sample.text
-        print(text + f'\n{RULE}', flush=True)
+        print(visible(text) + f'\n{RULE}', flush=True)
     return times, sum(sample.n_tokens for sample in samples)
 
 

@@ -1,9 +1,11 @@
 """A model's shape: nanoGPT's seven fields and those for the KV cache. Does not need torch."""
 import dataclasses
-import math
 from dataclasses import dataclass, field
 
-from config.errors import UserError, at_least
+from config.errors import UserError, at_least, shown
+
+MAX_NUMBER = 2 ** 31 - 1
+MAX_LAYERS = 10_000  # also the letters of a pattern
 
 
 def _key(default, meaning, choices=()):
@@ -61,11 +63,18 @@ class GPTConfig:
     def __post_init__(self):
         for f in dataclasses.fields(self):
             value, choices = getattr(self, f.name), f.metadata['choices']
+            if isinstance(value, str) and len(value) > MAX_LAYERS:
+                raise UserError(f'{f.name} has {len(value):,} characters; allowed are '
+                                f'{MAX_LAYERS:,}')
+            if isinstance(value, (int, float)) and not abs(value) <= MAX_NUMBER:  # NaN included
+                raise UserError(f'{f.name}={shown(value)}: must be a number up to {MAX_NUMBER:,}')
             if choices and value not in choices:
-                raise UserError(f'{f.name}={value!r}: allowed are {", ".join(map(repr, choices))}')
+                raise UserError(f'{f.name}={shown(value)}: allowed are {", ".join(map(repr, choices))}')
         at_least(self, block_size=1, vocab_size=1, n_layer=1, n_head=1, n_embd=1, n_kv_head=0,
                  head_dim=0, window_size=0, mlp_hidden=0, rope_theta_global=0, kv_latent=0,
                  act_clamp=0, rope_fraction_global=0)
+        if self.n_layer > MAX_LAYERS:
+            raise UserError(f'n_layer={self.n_layer}: must be at most {MAX_LAYERS:,}')
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f'dropout={self.dropout}: must be at least 0 and below 1')
         if self.head_dim == 0 and self.n_embd % self.n_head:
@@ -118,8 +127,6 @@ class GPTConfig:
         if not (fraction == 1 or 0 <= fraction < 1 and rope):
             raise UserError(f'rope_fraction_global={fraction}: must be from 0 to 1, and below 1 '
                             f"needs pos_embedding='rope' (it is {self.pos_embedding!r})")
-        if math.isnan(self.act_clamp):
-            raise UserError('act_clamp=nan: must be a number')
         if fraction < 1 and no_global:
             raise UserError(f'rope_fraction_global={fraction} is for global layers; layer_pattern='
                             f'{self.layer_pattern!r} has none')

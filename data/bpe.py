@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from config.errors import UserError
+from config.errors import UserError, shown
 from data.gpt2_bpe import END_OF_TEXT, PATTERN, encode_text, gpt2_encoding, valid_text
 
 FEWEST, MOST = 257, 65536  # bytes and '<|endoftext|>'; uint16 ids
@@ -82,11 +82,23 @@ def learned_encoding(stoi: dict[str, int]) -> Any:
         special = {END_OF_TEXT: stoi[END_OF_TEXT]}
         lacking = [byte for byte in range(256) if bytes([byte]) not in ranks]
     except (UnicodeEncodeError, KeyError) as error:
-        raise UserError(f'the tokens are no byte pair encoding: {error}') from None
+        raise UserError(f'the tokens are no byte pair encoding: '
+                        f'{type(error).__name__} for {shown(error.args[0])}') from None
+    check_ids(stoi)
     if lacking:
         raise UserError(f'the byte pair encoding lacks {len(lacking)} bytes, e.g. {lacking[0]}')
     return tiktoken.Encoding('learned', pat_str=PATTERN, mergeable_ranks=ranks,
                              special_tokens=special)
+
+
+def check_ids(stoi: dict[str, int]) -> None:
+    """Raise UserError if an id is not an int of 32 bits, or there twice: tiktoken would panic."""
+    for token, i in stoi.items():
+        if type(i) is not int or not 0 <= i < 2 ** 32:
+            raise UserError(f'the token {shown(token)} has the id {shown(i)}; allowed are whole '
+                            'numbers from 0 to 2**32-1')
+    if len(set(stoi.values())) < len(stoi):
+        raise UserError('two tokens have the same id')
 
 
 def encode_documents(encoding: Any, texts: Iterable[str]) -> np.ndarray:

@@ -14,6 +14,7 @@ has none.
 
 import bisect
 import functools
+import io
 import itertools
 import os
 import pickle
@@ -25,16 +26,19 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from config.errors import UserError
+from config.errors import UserError, shown
+from config.reading import read_bytes
+from data.plain_pickle import check_pickle
 
 TOKEN_DTYPE = np.dtype('<u2')
 MAX_ID = 65535
 MAX_VOCAB = 2 ** 32  # of uint32 ids
+MAX_META_VOCAB = 2 ** 24  # of meta.pkl: a model gets an embedding for each
 HEADER_BYTES = 256 * 4
 MAGIC, VERSION = 20240520, 1  # of llm.c's files with GPT-2's tokens, in uint16
 LLAMA3_MAGIC = 20240801  # of llm.c's files with Llama 3's tokens, in uint32
 DTYPES = {'uint16': TOKEN_DTYPE, 'uint32': np.dtype('<u4')}  # by meta.pkl's 'dtype'
-MAX_META_BYTES = 64 * 2**20  # the largest legitimate meta.pkl (65,536 entries) is a few MB
+MAX_META_BYTES = 8 * 2**20  # the largest legitimate meta.pkl (65,536 entries) is a few MB
 
 
 def is_prepared(folder: Path) -> bool:
@@ -224,19 +228,23 @@ def read_meta(folder: Path) -> dict | None:
     malicious or inconsistent.
     """
     path = Path(folder) / 'meta.pkl'
-    if not path.exists():
-        return None
     try:
-        if path.stat().st_size > MAX_META_BYTES:
-            raise pickle.UnpicklingError(f'it is larger than {MAX_META_BYTES} bytes')
-        with open(path, 'rb') as file:
-            meta = _PlainUnpickler(file).load()
+        data = read_bytes(path, MAX_META_BYTES)
+        check_pickle(data)
+        meta = _PlainUnpickler(io.BytesIO(data)).load()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
     except Exception as error:  # noqa: BLE001  a damaged pickle can raise nearly anything
         reason = ' '.join(str(error).split())[:200] or type(error).__name__
         raise UserError(f'cannot read {str(path)!r}: {reason}; '
                         'allowed is a pickle of plain dict, str, int') from None
     if problem := meta_problem(meta):
         raise UserError(f'{str(path)!r} is not a valid meta.pkl: {problem}')
+    return used_keys(meta)
+
+
+def used_keys(meta: dict) -> dict:
+    """Return the part of a meta.pkl without `meta_problem` that programs use."""
     return {key: value for key, value in meta.items()
             if type(key) is str and (key in ('stoi', 'itos') or type(value) in (str, int))}
 
@@ -247,13 +255,12 @@ def meta_problem(meta: Any) -> str:
         return f'it holds a {type(meta).__name__}, not a dict'
     vocab_size, dtype = meta.get('vocab_size'), meta.get('dtype', 'uint16')
     if type(dtype) is not str or dtype not in DTYPES:
-        return f'dtype is {dtype!r:.40}; allowed are {", ".join(DTYPES)}'
-    max_id = np.iinfo(DTYPES[dtype]).max
+        return f'dtype is {shown(dtype)}; allowed are {", ".join(DTYPES)}'
+    max_id = min(np.iinfo(DTYPES[dtype]).max, MAX_META_VOCAB - 1)
     if type(vocab_size) is not int or not 0 < vocab_size <= max_id + 1:
-        short = type(vocab_size) is int and abs(vocab_size) < 10**9
-        shown = vocab_size if short else type(vocab_size).__name__
-        return f'vocab_size is {shown}; allowed is an int from 1 to {max_id + 1} ({dtype} ids)'
-    if 'stoi' not in meta and 'itos' not in meta:
+        return (f'vocab_size is {shown(vocab_size)}; allowed is an int from 1 to {max_id + 1} '
+                f'({dtype} ids)')
+    if 'stoi' not in meta and 'itos' not in meta and meta.get('tokenizer') != 'bpe':
         return ''  # nanoGPT's train.py needs only vocab_size
     stoi, itos = meta.get('stoi'), meta.get('itos')
     if type(stoi) is not dict or type(itos) is not dict:
@@ -264,7 +271,18 @@ def meta_problem(meta: Any) -> str:
         return 'stoi and itos are not inverse to each other'
     if any(not 0 <= i < vocab_size for i in stoi.values()):
         return f'stoi has ids outside 0 to vocab_size-1 = {vocab_size - 1}'
+    if not all(map(is_text, stoi)):
+        return 'stoi has half of a surrogate pair, which is not text'
     return ''
+
+
+def is_text(token: str) -> bool:
+    """Return whether UTF-8 can store `token`."""
+    try:
+        token.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class _PlainUnpickler(pickle.Unpickler):

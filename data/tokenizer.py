@@ -36,7 +36,9 @@ def bytes_per_token(meta: dict | None, tokens: TokenSplit) -> float:
     if not meta or 'stoi' not in meta:
         return 0.0
     tokenizer = load_tokenizer(meta)
-    sizes = np.array([len(tokenizer.token_bytes(i) or b'') for i in range(meta['vocab_size'])])
+    sizes = np.zeros(meta['vocab_size'], dtype=np.int64)
+    for i in meta['itos']:
+        sizes[i] = len(tokenizer.token_bytes(i) or b'')
     if meta.get('tokenizer') == 'bpe':
         sizes[meta['stoi'][END_OF_TEXT]] = 0
     starts = range(0, len(tokens), BLOCK)

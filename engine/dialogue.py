@@ -12,8 +12,9 @@ import string
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from config.errors import UserError
+from config.errors import UserError, shown
 from config.files import make_private, owner_only, replacing
+from config.reading import read_json
 
 VERSION = 1
 
@@ -174,18 +175,19 @@ class Dialogue:
         different kind, or has a different template or ids of a different tokenizer."""
         try:
             make_private(path)
-            document = json.loads(path.read_text(encoding='utf-8-sig'))
+            document = read_json(path)
             if document['version'] != VERSION or document['turn'] != self.template.turn:
-                raise UserError(f"{path} was written with turn={document['turn']!r} (version "
-                                f"{document['version']}): give that, or another file for the "
-                                'history')
+                raise UserError(f"{path} was written with turn={shown(document['turn'])} "
+                                f"(version {shown(document['version'])}): give that, or another "
+                                'file for the history')
             branches = {str(name): [Turn(str(turn['name']), str(turn['text']),
                                          [int(i) for i in turn['ids']]) for turn in turns]
                         for name, turns in document['branches'].items()}
             branch = document['branch']
             for turn in itertools.chain(*branches.values()):
                 whole = self.template.head(turn.name) + turn.text + self.template.end
-                if self.tokenizer.decode(turn.ids) != whole:
+                known = all(0 <= i < self.tokenizer.vocab_size for i in turn.ids)
+                if not known or self.tokenizer.decode(turn.ids) != whole:
                     raise UserError(f'{path} is from a model with other tokens, or was changed: '
                                     f'{turn.text[:40]!r}')
             trimmed = {str(name): min(max(0, int(n)), len(branches[name]))
@@ -194,7 +196,8 @@ class Dialogue:
             self.branches, self.trimmed = branches, trimmed
         except UserError:
             raise
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration) as e:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration,
+                OverflowError) as e:
             raise UserError(f'{path} is not a conversation that can be read: '
                             f'{type(e).__name__}: {e}') from e
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from config.sizes import nice_bytes
+from config.terminal import visible
 from engine.engine import Engine
 from engine.paged import PAGE_SIZE
 from engine.pages import page_nbytes, rows_nbytes
@@ -149,6 +150,6 @@ def json_lines(stream) -> Callable[[dict], None]:
     ascii_only = not encoding.lower().startswith('utf')
 
     def write(answer):
-        stream.write(json.dumps(answer, ensure_ascii=ascii_only) + '\n')
+        stream.write(visible(json.dumps(answer, ensure_ascii=ascii_only), stream) + '\n')
         stream.flush()
     return write

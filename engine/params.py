@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from config.errors import UserError
+from config.errors import UserError, shown
 
 MAX_INT = 2 ** 31 - 1
 SURROGATE = re.compile('[\ud800-\udfff]')
@@ -118,15 +118,6 @@ def sample_seed(seed: int, k: int) -> int:
     """The seed of sample k of a run: `seed` itself for k = 0, otherwise a hash of both."""
     mixed = np.random.SeedSequence((seed % 2 ** 64, k)).generate_state(2).view(np.uint64)[0]
     return seed if k == 0 else int(mixed >> 1)
-
-
-def shown(value) -> str:
-    """`repr`, truncated for use in a message."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # an int of more than 4,300 digits, a deeply nested list
-        return f'a very large {type(value).__name__}'
-    return text if len(text) <= 60 else text[:57] + '...'
 
 
 def present(given: dict) -> dict:

@@ -131,6 +131,8 @@ class DiskTier:
         if path not in self._sizes:
             return None
         try:
+            if not path.is_file():  # opening a FIFO would wait forever
+                raise ValueError('it is not a regular file')
             with self._open(path) as file:
                 about = file.metadata() or {}
                 if not self._identity(before, tokens).items() <= about.items():

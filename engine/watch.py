@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.text import Text
 
 from config.sizes import nice_bytes
+from config.terminal import visible
 from kv.plan import LOCAL, KVPlan, Slot
 
 PROMPT, GENERATED, NEWEST, NEXT, EMPTY = '░▓█›·'
@@ -166,4 +167,4 @@ def watching(generation, speed: float):
             finally:
                 draw(None)
     finally:  # even if interrupted
-        print(text, end='', flush=True)
+        print(visible(text), end='', flush=True)

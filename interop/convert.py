@@ -26,8 +26,9 @@ from config.schema import MODEL
 from kv.plan import plan_kv
 from model import GPT
 from training.adapt import check_forms, keep_trained
-from training.checkpoint import config_of, load_checkpoint, load_weights
+from training.checkpoint import config_of, load_checkpoint, load_weights, restoring
 from training.checkpoint_manager import CheckpointManager
+from training.load_model import model_of
 
 # the settings that a conversion may change
 MEMORY = ('n_kv_head', 'layer_pattern', 'window_size', 'kv_share', 'share_global_kv', 'rope_theta',
@@ -85,14 +86,14 @@ def convert_checkpoint(source: Path, changes: dict) -> dict:
         new = dataclasses.replace(old, **changes)
     except ValueError as e:
         raise UserError(f'{source}: {e}') from e
-    model = GPT(old)
-    load_weights(model, saved, source)  # checks them
+    model = model_of(saved, source)  # checks the weights
     converted = {'model': convert_weights(model.state_dict(), old, new)}
     model = GPT(new)
     load_weights(model, converted, source)
     config = vars(configurator.parse('train', [], echo=False)) | saved.get('config', {})
-    optimizer = model.configure_optimizers(config['weight_decay'], config['learning_rate'],
-                                           (config['beta1'], config['beta2']), 'cpu')
+    with restoring(source, 'config'):
+        optimizer = model.configure_optimizers(config['weight_decay'], config['learning_rate'],
+                                               (config['beta1'], config['beta2']), 'cpu')
     return {'model': model.state_dict(), 'optimizer': optimizer.state_dict(),
             'model_args': model_args(new), 'iter_num': 0, 'best_val_loss': torch.tensor(1e9),
             'config': config | changes, 'tokens': saved.get('tokens', ''),

@@ -28,8 +28,8 @@ from interop.load import tokenizer_of
 from interop.tokenizer_files import save_tokenizer
 from kv.plan import plan_kv
 from model import GPT
-from training.checkpoint import config_of, load_weights
 from training.checkpoint_manager import checkpoint_in, load_to_resume
+from training.load_model import model_of
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 MODELING = [Path(__file__).with_name(f'{name}_nanokv.py') for name in ('configuration', 'modeling')]
@@ -105,9 +105,8 @@ def export(source: Path, target: Path, dtype: str = 'float32', max_shard_size: s
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f'{target} is there already: delete it or give another folder')
     saved = load_to_resume(source)
-    config = config_of(saved, source)
-    model = GPT(config)
-    load_weights(model, saved, source)
+    model = model_of(saved, source)
+    config = model.config
     dataset, tokens = saved['config'].get('dataset', ''), saved.get('tokens', '')
     tokenizer = tokenizer_of(dataset, config.vocab_size, tokens, data_root, saved.get('meta'))
     end = tokenizer.end_of_text

@@ -1,8 +1,8 @@
 """The keys of an exported model's config.json: `nanokv`, and those derived from it."""
 import dataclasses
 
+from config.errors import UserError, shown
 from config.gpt_config import GPTConfig
-from config.errors import UserError
 from kv.plan import LOCAL, plan_kv
 
 # The fields of GPTConfig that this room supports. Who adds one here teaches it to export.is_gpt2,
@@ -18,7 +18,7 @@ def check_supported(nanokv: dict, program: str) -> None:
     """Raise UserError if `nanokv`, as from `model_args`, has a field that is not in FIELDS."""
     for name, value in nanokv.items():
         if name not in FIELDS:
-            raise UserError(f'{name}={value!r} is not supported by {program}')
+            raise UserError(f'{name}={shown(value)} is not supported by {program}')
 
 
 def derived_keys(config: GPTConfig) -> dict:
@@ -41,15 +41,15 @@ def gpt_config(nanokv: dict, other_keys: dict) -> GPTConfig:
     """Return the GPTConfig stored in `nanokv`. ValueError: if a field is unknown or out of range,
     or one of `other_keys` contradicts it."""
     if not isinstance(nanokv, dict):
-        raise ValueError(f'config.json: nanokv={nanokv!r} is not an object')
+        raise ValueError(f'config.json: nanokv={shown(nanokv)} is not an object')
     check_supported(nanokv, 'interop.import_hf (nanokv in config.json)')
     types = {f.name: f.type for f in dataclasses.fields(GPTConfig)}
     for name, value in nanokv.items():
         if type(value) is not types[name] and not (types[name] is float and type(value) is int):
-            raise ValueError(f'config.json: nanokv.{name}={value!r} is not {types[name].__name__}')
+            raise ValueError(f'config.json: nanokv.{name}={shown(value)} is not {types[name].__name__}')
     config = GPTConfig(**nanokv)
     for name, value in derived_keys(config).items():
         given = other_keys.get(name, value)
         if given != value:
-            raise ValueError(f'config.json: {name}={given!r}, but by nanokv it is {value!r}')
+            raise ValueError(f'config.json: {name}={shown(given)}, but by nanokv it is {shown(value)}')
     return config

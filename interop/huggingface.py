@@ -6,18 +6,19 @@ never read. https://github.com/karpathy/nanoGPT (model.py)
 """
 import contextlib
 import dataclasses
-import json
 from pathlib import Path
 
 import torch
 
-from config.errors import UserError
+from config import reading
+from config.errors import UserError, shown
 from config.gpt_config import NANOGPT_FIELDS, GPTConfig
 from config.schema import GPT2_FOLDER, GPT2_TYPES
 from interop.fields import gpt_config
 from kv.plan import plan_kv
 from model import GPT
 from training.checkpoint import MASKS
+from training.load_model import check_layers
 
 TRANSPOSED = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight')
 GELUS = {'gelu_new': 'tanh', 'gelu_pytorch_tanh': 'tanh', 'gelu': 'exact'}
@@ -32,9 +33,13 @@ ONLY = {'model_type': 'gpt2', 'layer_norm_epsilon': 1e-5, 'scale_attn_weights': 
 def noted_source(source: str) -> tuple[str, str]:
     """The data set and `tokens_id` recorded in a folder by interop.export, '' if absent."""
     path = Path(source) / 'config.json'
-    noted = read_json(path).get('nanokv_source') if path.is_file() else None
+    noted = read_json(path).get('nanokv_source') if path.exists() else None
     noted = noted if isinstance(noted, dict) else {}
-    return str(noted.get('dataset', '')), str(noted.get('tokens', ''))
+    dataset, tokens = (noted.get(name, '') for name in ('dataset', 'tokens'))
+    for value in (dataset, tokens):
+        if not isinstance(value, str):
+            raise UserError(f'{path}: nanokv_source has {shown(value)}, which should be text')
+    return dataset, tokens
 
 
 def from_pretrained(source: str, override_args: dict | None = None) -> GPT:
@@ -132,10 +137,10 @@ def _reason(error):
 def read_json(path):
     """Return the JSON object in the file at `path`. UserError: if there is none."""
     try:
-        raw = json.loads(path.read_text(encoding='utf-8-sig'))
+        raw = reading.read_json(path)
     except FileNotFoundError as e:
         raise UserError(f'no {path.name} in {path.parent}: the folder must be {GPT2_FOLDER}') from e
-    except (OSError, ValueError, RecursionError) as e:  # ValueError: not JSON, or not UTF-8
+    except (OSError, ValueError) as e:
         raise UserError(f'{path} cannot be read as JSON: {_reason(e)}') from e
     if not isinstance(raw, dict):
         raise UserError(f'{path} holds a JSON {type(raw).__name__}, not an object')
@@ -147,6 +152,8 @@ def _open(folder, safe_open, files):
     Names are without the prefix `transformer.`, which only GPT2LMHeadModel has. Omits masks."""
     tensors = {}
     for path in _weight_files(folder):
+        if not path.is_file():  # opening a FIFO would wait forever
+            raise UserError(f'{path} is not a regular file')
         try:
             file = files.enter_context(safe_open(path, framework='pt'))
         except Exception as e:  # SafetensorError, OSError
@@ -214,15 +221,15 @@ def _gpt2_config(raw, path):
     """The GPTConfig of a GPT-2 that transformers saved."""
     for name, value in ONLY.items():
         if raw.get(name, value) != value or (name not in raw and name == 'model_type'):
-            raise UserError(f'{path}: {name}={raw.get(name)!r} is not supported, only {value!r}')
+            raise UserError(f'{path}: {name}={shown(raw.get(name))} is not supported, only {value!r}')
     sizes = {name: raw.get(name, default) for name, default in SIZES.items()}
     n_inner = raw.get('n_inner')
     for name, value in dict(sizes, n_inner=4 if n_inner is None else n_inner).items():
         if type(value) is not int or value < 1:
-            raise UserError(f'{path}: {name}={value!r}: must be a whole number, at least 1')
+            raise UserError(f'{path}: {name}={shown(value)}: must be a whole number, at least 1')
     activation = raw.get('activation_function', 'gelu_new')
     if not isinstance(activation, str) or activation not in GELUS:
-        raise UserError(f'{path}: activation_function={activation!r}: '
+        raise UserError(f'{path}: activation_function={shown(activation)}: '
                         f'allowed are {", ".join(map(repr, GELUS))}')
     mlp_hidden = 0 if n_inner in (None, 4 * sizes['n_embd']) else n_inner
     try:
@@ -235,6 +242,7 @@ def _gpt2_config(raw, path):
 def _load(config, tensors, folder, untied, transposed):
     """Return the model with the tensors from `_open`. untied: the file must have an lm_head.
     transposed: suffixes of the names of matrices stored with input rows first."""
+    check_layers(config, tensors, str(folder))
     with torch.device('meta'):  # allocates nothing and uses no random numbers
         model = GPT(config)
     wanted = {name.removeprefix('transformer.'): p for name, p in model.named_parameters()}

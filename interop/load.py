@@ -6,11 +6,12 @@ from pathlib import Path
 
 import torch
 
-from config.errors import UserError
+from config.errors import UserError, shown
 from config.gpt_config import GPTConfig
 from config.schema import MODEL
+from config.terminal import visible
 from data.datasets import DATA_ROOT, available_datasets, by_hand, ensure_dataset
-from data.tokenfiles import meta_problem, read_meta
+from data.tokenfiles import meta_problem, read_meta, used_keys
 from data.tokenizer import load_tokenizer
 from engine import native
 from engine.linear import speed_up_few_rows
@@ -19,9 +20,10 @@ from interop.huggingface import noted_source
 from interop.tokenizer_files import tokenizer_in
 from model import GPT
 from training.adapt import keep_trained
-from training.checkpoint import config_of, load_weights, tokens_id
+from training.checkpoint import tokens_id
 from training.checkpoint_manager import checkpoint_in, load_to_resume
 from training.device import pick_device, pick_dtype
+from training.load_model import model_of
 
 
 def load(s):
@@ -31,7 +33,8 @@ def load(s):
     or data set does not exist, or they do not match."""
     device = pick_device(s.device)
     model, dataset, known, meta = read_model(s)
-    tokenizer = None if 'dataset' in s.given else tokenizer_in(Path(s.init_from))
+    tokenizer = None if 'dataset' in s.given else tokenizer_in(
+        Path(s.init_from), model.config.vocab_size)
     tokenizer = tokenizer or tokenizer_of(dataset, model.config.vocab_size, known, DATA_ROOT, meta)
     native.use(s.native)
     model = model.to(device, pick_dtype(s.dtype, device))
@@ -54,8 +57,7 @@ def read_model(s):
     if checkpoint is not None:
         dataset, known = checkpoint['config'].get('dataset', ''), checkpoint.get('tokens', '')
         stored = checkpoint.get('meta')
-        model = GPT(config_of(checkpoint, path, dropout=0.0))
-        load_weights(model, checkpoint, path)
+        model = model_of(checkpoint, path, dropout=0.0)
     elif s.init_from == 'random':
         dataset, meta = s.dataset, read_meta(known_dataset(s.dataset))
         vocab_size = meta['vocab_size'] if meta else 50304
@@ -81,7 +83,7 @@ def use_newest_run(s) -> None:
                         'config/train_mqa_local.py does, or name its folder')
     *others, s.out_dir = (str(path.parent) for path in found)
     others = f" (others: {', '.join(reversed(others))})" if others else ''
-    print(f'Using {s.out_dir}, the newest run here{others}')
+    print(visible(f'Using {s.out_dir}, the newest run here{others}'))
 
 
 def known_dataset(name: str) -> Path:
@@ -98,18 +100,18 @@ def tokenizer_of(dataset: str, vocab_size: int, known: str, data_root: Path, sto
     """The tokenizer of the data set that the model was trained on: its characters, or GPT-2 BPE.
     known: the `tokens_id` at that time; '' for checkpoints without one (nanoGPT's). stored: the
     metadata in the checkpoint, used if the data set is missing or has other tokens by now."""
-    if dataset == '..' or set(dataset) & set('/\\\0'):
-        raise UserError(f'dataset={dataset!r} is not the name of a folder under data/')
+    if dataset in ('.', '..') or set(dataset) & set('/\\\0'):
+        raise UserError(f'dataset={shown(dataset)} is not the name of a folder under data/')
     meta, source = read_meta(data_root / dataset) if dataset else None, f'data/{dataset}/meta.pkl'
     if stored is not None and known != tokens_id(meta):
         if problem := meta_problem(stored):
             raise UserError(f'the checkpoint has an invalid meta: {problem}')
-        meta, source = stored, 'the checkpoint'
+        meta, source = used_keys(stored), 'the checkpoint'
     if meta is None and vocab_size < 50257:
         raise UserError(f'the model has {vocab_size} tokens, but data/{dataset}/meta.pkl, which '
                         f'says what they are, is missing: run python data/{dataset}/prepare.py')
     print('No meta.pkl found, assuming GPT-2 encodings...' if meta is None
-          else f'Loading meta from {source}...')
+          else visible(f'Loading meta from {source}...'))
     tokenizer = load_tokenizer(meta)
     if tokenizer.vocab_size > vocab_size or known not in ('', tokens_id(meta)):
         raise UserError(f'data/{dataset} has {tokenizer.vocab_size} tokens that are not those of '

@@ -2,8 +2,9 @@
 from pathlib import Path
 
 from config.errors import UserError
-from data.bpe import byte_letters, learned_encoding
+from data.bpe import byte_letters, check_ids, learned_encoding
 from data.gpt2_bpe import END_OF_TEXT
+from data.tokenfiles import is_text
 from data.tokenizer import BPETokenizer, CharTokenizer
 from interop.huggingface import read_json
 
@@ -25,24 +26,42 @@ def save_tokenizer(tokenizer: CharTokenizer | BPETokenizer, folder: Path, longes
     fast.save_pretrained(folder)
 
 
-def tokenizer_in(folder: Path) -> CharTokenizer | BPETokenizer | None:
+def tokenizer_in(folder: Path, vocab_size: int) -> CharTokenizer | BPETokenizer | None:
     """Return the tokenizer written by `save_tokenizer`: characters, or a learned BPE; None for any
-    other, GPT-2's included."""
+    other, GPT-2's included. UserError: if the file is damaged, or has ids that are not below
+    vocab_size (the model's)."""
     path = folder / 'tokenizer.json'
-    document = read_json(path) if path.is_file() else {}
+    document = read_json(path) if path.exists() else {}
+    try:
+        tokenizer = _tokenizer_of(document)
+    except UserError as e:
+        raise UserError(f'{path}: {e}') from e
+    if tokenizer and tokenizer.vocab_size > vocab_size:
+        raise UserError(f'{path} has ids up to {tokenizer.vocab_size - 1}, but the model has '
+                        f'{vocab_size} tokens')
+    return tokenizer
+
+
+def _tokenizer_of(document: dict) -> CharTokenizer | BPETokenizer | None:
     model = document.get('model')
     stoi = model.get('vocab') if isinstance(model, dict) else None
     if not isinstance(stoi, dict) or not all(type(i) is int for i in stoi.values()):
         return None
     if model.get('type') == 'WordLevel' and all(len(c) == 1 for c in stoi):
-        return CharTokenizer(stoi, {i: c for c, i in stoi.items()})
+        check_ids(stoi)
+        if not all(map(is_text, stoi)):
+            raise UserError('it has half of a surrogate pair, which is not text')
+        return CharTokenizer(stoi, {i: c for c, i in stoi.items()},
+                             max(stoi.values(), default=0) + 1)
     letters = {letter: chr(byte) for byte, letter in byte_letters().items()}
     ours = model.get('type') == 'BPE' and letters.keys() >= set(''.join(stoi))
-    added = {each.get('content'): each.get('id') for each in document.get('added_tokens', ())}
-    if not ours or len(stoi) >= 50256 or END_OF_TEXT not in added:
+    added = document.get('added_tokens')
+    added = [each for each in added if isinstance(each, dict)] if isinstance(added, list) else []
+    ends = [each.get('id') for each in added if each.get('content') == END_OF_TEXT]
+    if not ours or len(stoi) >= 50256 or not ends:
         return None
     stoi = {''.join(letters[c] for c in token): i for token, i in stoi.items()}
-    return BPETokenizer(learned_encoding(stoi | {END_OF_TEXT: added[END_OF_TEXT]}))
+    return BPETokenizer(learned_encoding(stoi | {END_OF_TEXT: ends[-1]}))
 
 
 def characters(stoi: dict[str, int]):

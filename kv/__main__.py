@@ -142,13 +142,11 @@ def saved_config(path: Path) -> GPTConfig:
     Raises:
         UserError: if there is no checkpoint, or it is damaged.
     """
-    import torch
-
-    from training.checkpoint import config_of
+    from training.checkpoint import config_of, read_file
     from training.checkpoint_manager import load_to_resume
     path = path / 'ckpt.pt' if path.is_dir() else path
     try:
-        return config_of(torch.load(path, map_location='cpu', weights_only=True, mmap=True), path)
+        return config_of(read_file(path, mmap=True), path)
     except Exception:  # cannot be memory-mapped; if damaged, the loader says so
         return config_of(load_to_resume(path, whole=False), path)
 

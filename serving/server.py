@@ -10,6 +10,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from config.errors import UserError
+from config.terminal import visible
 from serving.worker import Worker
 
 CLOSE_TIMEOUT = 5.0     # seconds from the end of the grace period to the end of the process
@@ -54,7 +55,7 @@ class RequestLog:
     def _run(self):
         while (line := self._lines.get()) is not None:
             with contextlib.suppress(OSError):  # stdout is closed
-                print(line, flush=True)
+                print(visible(line), flush=True)
 
 
 class Connection(H11Protocol):

@@ -21,12 +21,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from config.errors import UserError
+from config.errors import UserError, shown
 from config.files import replacing
 from config.gpt_config import GPTConfig
+from data.plain_pickle import check_archive
 
 REQUIRED = {'model': dict, 'model_args': dict, 'iter_num': int,
             'best_val_loss': (torch.Tensor, float, int), 'config': dict}
+OPTIONAL = {'launch': str, 'tokens': str, 'meta': (dict, type(None)), 'holds_best': bool,
+            'skipped': int}
 HEAD, EMBEDDING = 'lm_head.weight', 'transformer.wte.weight'
 # what torch says of an object that it does not read with weights_only=True
 OBJECT = re.compile(r'GLOBAL (\S+) was not an allowed global')
@@ -77,6 +80,13 @@ def link_or_copy(path: Path, target: Path) -> None:
                 os.fsync(f.fileno())
 
 
+def read_file(path: Path, mmap: bool = False):
+    """Return what torch.save wrote to a file. mmap: do not read the tensors yet. Raises an error of
+    nearly any type if the file is damaged, or takes much longer to read than its size suggests."""
+    check_archive(path)
+    return torch.load(path, map_location='cpu', weights_only=True, mmap=mmap)
+
+
 def load_checkpoint(path: Path, whole: bool = True) -> dict:
     """Load a checkpoint (ours, nanoGPT's, or that of a fork) from `path`. The weights get the names
     of `GPT`: without the prefixes of wrappers, and without causal masks.
@@ -89,7 +99,7 @@ def load_checkpoint(path: Path, whole: bool = True) -> dict:
         raise UserError(f'no checkpoint at {path}: train first, or point --out_dir at a folder '
                         'with a ckpt.pt')
     try:
-        checkpoint = torch.load(path, map_location='cpu', weights_only=True)
+        checkpoint = read_file(path)
     except Exception as e:  # torch raises errors of many types
         if held := OBJECT.search(str(e)):
             raise UserError(f'checkpoint {path} holds a Python object ({held[1]}), which is not '
@@ -101,10 +111,17 @@ def load_checkpoint(path: Path, whole: bool = True) -> dict:
     if missing := [key for key in REQUIRED if key not in has]:
         raise UserError(f'checkpoint {path} lacks {", ".join(missing)}: '
                         f'it needs {", ".join(REQUIRED)}')
-    for key, kind in REQUIRED.items():
+    kinds = REQUIRED | {key: kind for key, kind in OPTIONAL.items() if key in checkpoint}
+    for key, kind in kinds.items():
         value = checkpoint[key]
-        if not isinstance(value, kind) or (key == 'iter_num' and value < 0):
-            raise UserError(f'checkpoint {path}: invalid {key} {str(value)[:50]!r}')
+        wrong = key == 'iter_num' and isinstance(value, int) and not 0 <= value < 2 ** 63
+        if not isinstance(value, kind) or wrong:
+            raise UserError(f'checkpoint {path}: invalid {key} {shown(value)}')
+    loss, dataset = checkpoint['best_val_loss'], checkpoint['config'].get('dataset', '')
+    if torch.is_tensor(loss) and loss.numel() != 1:
+        raise UserError(f'checkpoint {path}: invalid best_val_loss of {loss.numel():,} elements')
+    if not isinstance(dataset, str):
+        raise UserError(f'checkpoint {path}: invalid dataset {shown(dataset)} in its config')
     _check_names(path, checkpoint)
     checkpoint['model'] = _unwrapped(path, checkpoint['model'])
     _tie(path, checkpoint['model'])
@@ -119,14 +136,14 @@ def _check_names(path: Path, checkpoint: dict) -> None:
     """Raise UserError unless the parts of a checkpoint that become names of files are plain."""
     run = checkpoint.get('run')
     if run is not None and not (isinstance(run, str) and RUN.fullmatch(run)):
-        raise UserError(f'checkpoint {path}: invalid run {str(run)[:50]!r}: an id is 32 '
+        raise UserError(f'checkpoint {path}: invalid run {shown(run)}: an id is 32 '
                         'hexadecimal digits')
     if 'shards' not in checkpoint:
         return
     shards = checkpoint['shards']
     folder = shards.get('folder') if isinstance(shards, dict) else None
     if not (isinstance(folder, str) and SHARDS_NAME.fullmatch(folder)):
-        raise UserError(f'checkpoint {path}: invalid folder of shards {str(folder)[:50]!r}: it is '
+        raise UserError(f'checkpoint {path}: invalid folder of shards {shown(folder)}: it is '
                         f'the name of a folder beside it, as {SHARDS}1234abcd_0001000_1234abcd')
     files = shards.get('files')
     plain = isinstance(files, dict) and all(
@@ -140,7 +157,9 @@ def _unwrapped(path: Path, weights: dict) -> dict:
     """The weights under the names of `GPT`. UserError: if two of them have the same name there."""
     found = {}
     for saved_name, x in weights.items():
-        name = '.'.join(part for part in str(saved_name).split('.') if part not in WRAPPERS)
+        if not isinstance(saved_name, str):
+            raise UserError(f'checkpoint {path}: the model has a weight {shown(saved_name)}')
+        name = '.'.join(part for part in saved_name.split('.') if part not in WRAPPERS)
         if MASKS.fullmatch(name) and torch.is_tensor(x) and x.dim() in (0, 4):
             continue
         if name in found:
@@ -172,7 +191,8 @@ def restoring(path: Path, key: str):
         yield
     except UserError:
         raise
-    except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as e:
+    except (LookupError, ValueError, TypeError, AttributeError, RuntimeError,
+            ArithmeticError) as e:
         reason = ' '.join(str(e).split())[:300]
         raise UserError(f'checkpoint {path}: its {key} does not fit: '
                         f'{type(e).__name__}: {reason}') from e
@@ -188,11 +208,11 @@ def config_of(checkpoint: dict, path: Path, **overrides) -> GPTConfig:
     fields = {f.name: f for f in dataclasses.fields(GPTConfig)}
     for name, value in args.items():
         if name not in fields:
-            raise UserError(f'checkpoint {path}: model_args have {name!r}, '
+            raise UserError(f'checkpoint {path}: model_args have {shown(name)}, '
                             'which this version does not know')
         wanted = type(fields[name].default)
         if type(value) is not wanted and (wanted, type(value)) != (float, int):
-            raise UserError(f'checkpoint {path}: model_args have {name}={value!r}, '
+            raise UserError(f'checkpoint {path}: model_args have {name}={shown(value)}, '
                             f'which should be {wanted.__name__}')
     return GPTConfig(**args)
 
@@ -324,6 +344,10 @@ def read_shards(path: Path, shards: dict, tensors: dict | None = None, group=Non
     dcp, Reader, _ = storage()
     known, folder = shard_metadata(path, shards), path.parent / shards['folder']
     if tensors is None:
+        named = sum(x.size.numel() * x.properties.dtype.itemsize for x in known.values())
+        if named > sum(shards['files'].values()):
+            raise UserError(f'checkpoint {path}: its shards in {folder} name tensors that are '
+                            'larger than the files')
         tensors = {key: torch.empty(x.size, dtype=x.properties.dtype) for key, x in known.items()}
     for key, x in tensors.items():
         if key not in known or known[key].size != x.shape:
@@ -360,7 +384,7 @@ def delete_unused_shards(folder: Path, run: str) -> None:
     if unused := {path.name for path in folder.iterdir() if path.name.startswith(prefix)}:
         try:
             for path in folder.glob('*.pt'):
-                checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+                checkpoint = read_file(path, mmap=True)
                 unused.discard(checkpoint.get('shards', {}).get('folder'))
         except Exception:  # an unreadable checkpoint may refer to any of them
             return

@@ -5,8 +5,6 @@ import shutil
 import uuid
 from pathlib import Path
 
-import torch
-
 from config.errors import UserError
 from training import checkpoint as ckpt
 from training.checkpoint import link_or_copy
@@ -142,7 +140,7 @@ def _free_name(path: Path) -> Path:
 def _open_mapped(path: Path) -> dict | None:
     """Open a checkpoint without reading its tensors; None if it is missing or does not load."""
     try:
-        checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+        checkpoint = ckpt.read_file(path, mmap=True)
         return {**checkpoint, 'iter_num': int(checkpoint['iter_num'])}
     except Exception:  # torch raises errors of many types; the file may be anything
         return None
@@ -151,12 +149,17 @@ def _open_mapped(path: Path) -> dict | None:
 def peek(path: Path) -> tuple[str, int] | None:
     """Return a checkpoint's run ('' if it has no run id) and iteration, or None if unreadable."""
     found = _open_mapped(path)
-    return found and (str(found.get('run', '')), found['iter_num'])
+    return found and (_text(found, 'run'), found['iter_num'])
 
 
 def launch_of(path: Path) -> str:
     """Return the `launch_id` of the launch that saved the checkpoint; '' if there is none."""
-    return str((_open_mapped(path) or {}).get('launch', ''))
+    return _text(_open_mapped(path) or {}, 'launch')
+
+
+def _text(checkpoint: dict, key: str) -> str:
+    value = checkpoint.get(key)
+    return value if isinstance(value, str) else ''
 
 
 def checkpoint_in(out_dir: str, name: str) -> Path:

@@ -6,7 +6,7 @@ import torch
 
 from attention.kernels.choose import choose
 from attention.kernels.flex import block_mask
-from config.errors import UserError
+from config.errors import UserError, shown
 from config.gpt_config import GPTConfig, model_args
 from config.schema import MODEL
 from data.recall.tasks import TASKS
@@ -22,6 +22,7 @@ from training.device import autocast, describe_attention, memory_use, pick_dtype
 from training.distributed import launch_id
 from training.flops import achieved, peak_tflops
 from training.int8_forward import train_for_int8
+from training.load_model import check_weights
 from training.loss import linear_cross_entropy
 from training.memory_plan import choose_policy, warn_of_memory
 from training.optim import load_optimizer, make_optimizer, optimizer_state
@@ -150,6 +151,8 @@ class Run:
         weights = saved or {'model': model.state_dict()}
         if changes and 'shards' in weights:
             ckpt.fill_from_shards(origin, weights)
+        if saved and 'shards' not in weights:
+            check_weights(old, weights, origin)
         adapt(weights, old, config, origin)
         sharded = 'shards' in weights  # each process reads its part once the model is sharded
         with torch.device('meta' if sharded else 'cpu'):
@@ -191,7 +194,7 @@ class Run:
         with ckpt.restoring(self.origin, 'optimizer'):
             kind = saved['config'].get('optimizer', 'adamw')
             if saved['optimizer']['state'] and kind != self.s.optimizer:
-                raise UserError(f'{self.origin} was trained with optimizer={kind!r}, whose state '
+                raise UserError(f'{self.origin} was trained with optimizer={shown(kind)}, whose state '
                                 f'{self.s.optimizer!r} cannot use: go on with --optimizer={kind}')
             load_optimizer(self.optimizer, saved['optimizer'])
             if saved['iter_num'] and not saved['optimizer']['state']:
@@ -216,7 +219,7 @@ class Run:
             return self.batches.next()
         order = saved['config'].get('data_order', 'random')
         if order != self.s.data_order:
-            raise UserError(f'{self.origin} was trained with data_order={order!r}, whose data '
+            raise UserError(f'{self.origin} was trained with data_order={shown(order)}, whose data '
                             f'position {self.s.data_order!r} cannot use: go on with '
                             f'--data_order={order}')
         with ckpt.restoring(self.origin, 'data_rng'):

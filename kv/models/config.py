@@ -4,10 +4,10 @@ A config.json holds what differs from the defaults of its class in transformers.
 installed, the class fills them in; without it, facts that the file lacks are unknown, and
 `completed` says so.
 """
-import json
 from pathlib import Path
 
 from config.errors import UserError
+from config.reading import read_json
 
 # where a model of several parts has its text model
 TEXT = ('text_config', 'language_config', 'llm_config', 'thinker_config', 'decoder')
@@ -25,10 +25,10 @@ def read_config(where: str) -> dict:
     """
     path = Path(where)
     path = path / 'config.json' if path.is_dir() else path
-    if not path.is_file():
+    if not path.exists():
         path = _from_hub(where)
     try:
-        config = json.loads(path.read_text(encoding='utf-8-sig'))
+        config = read_json(path)
     except (OSError, ValueError) as e:
         raise UserError(f'{path} cannot be read: {e}') from e
     if not isinstance(config, dict):

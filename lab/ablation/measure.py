@@ -32,8 +32,9 @@ from lab.ablation.ladder import read_ladder
 from lab.ablation.lookup import lookup, solved_at
 from lab.ablation.results import Results, core_digest
 from model import GPT
-from training.checkpoint import config_of, load_checkpoint, load_weights
+from training.checkpoint import config_of, load_checkpoint
 from training.device import device_name, pick_device, pick_dtype
+from training.load_model import model_of
 from training.log import read_metrics
 
 # Largest difference in nats that rounding may cause between a window's mean loss with the cache and
@@ -56,8 +57,7 @@ def trained_model(ladder, row, saved, path) -> GPT:
     if dataclasses.replace(trained, dropout=wanted.dropout) != wanted:
         raise UserError(f'{path} holds another model than row {row.name!r} trains: delete its '
                         'folder to train it again')
-    model = GPT(trained)
-    load_weights(model, saved, path)
+    model = model_of(saved, path)
     if row.at_inference:
         config, trained = ladder.config(row), dataclasses.replace(trained, dropout=0.0)
         weights = convert_weights(model.state_dict(), trained, config)

@@ -31,7 +31,8 @@ from configurator import parse, run_program
 from data.datasets import DATA_ROOT, ensure_dataset
 from data.tokenfiles import open_tokens
 from model import GPT
-from training.checkpoint import config_of, load_checkpoint, load_weights
+from training.checkpoint import load_checkpoint
+from training.load_model import model_of
 
 RESULTS = ROOT / 'results' / 'nanogpt'
 # nanoGPT's README, "I only have a macbook"; 0.0 because its configurator rejects an int for a float
@@ -80,9 +81,7 @@ class Programs:
 
 def our_model(path: Path) -> GPT:
     checkpoint = load_checkpoint(path)
-    model = GPT(config_of(checkpoint, path))
-    load_weights(model, checkpoint, path)
-    return model.eval()
+    return model_of(checkpoint, path).eval()
 
 
 @torch.inference_mode()

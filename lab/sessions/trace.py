@@ -20,7 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from config.errors import UserError
+from config.errors import UserError, shown
+from config.reading import read_bytes
 
 FORMAT = 'nanokv sessions 1'
 KINDS = ('turn', 'edit', 'regenerate', 'fork', 'return')
@@ -119,14 +120,14 @@ class Trace:
     def read(cls, path) -> 'Trace':
         """Raises UserError, with the line, if the file is no trace."""
         try:
-            lines = Path(path).read_text(encoding='utf-8-sig').splitlines()
+            lines = read_bytes(path).decode('utf-8-sig').splitlines()
         except (OSError, UnicodeDecodeError) as e:
             raise UserError(f'{path} cannot be read: {e}') from e
         number = 1
         try:
             head = json.loads(lines[0]) if lines else {}
             if head.get('format') != FORMAT:
-                raise ValueError(f'its format is {head.get("format")!r}, not {FORMAT!r}')
+                raise ValueError(f'its format is {shown(head.get("format"))}, not {FORMAT!r}')
             trace = cls(str(head['name']), int(head['seed']), [int(n) for n in head['systems']],
                         [], head.get('parameters', {}))
             for line in lines[1:]:
@@ -136,7 +137,7 @@ class Trace:
                 raise ValueError('two sessions have the same number')
         except KeyError as e:
             raise UserError(f'{path}, line {number}: {e.args[0]!r} is missing') from e
-        except (ValueError, TypeError, AttributeError) as e:
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as e:
             raise UserError(f'{path}, line {number}: {e}') from e
         if not trace.n_requests:
             raise UserError(f'{path}: there are no requests in it')
@@ -153,8 +154,7 @@ class Trace:
                     and 0 <= request.keep <= min(like, request.message)
                     and request.kind in KINDS
                     and request.at >= (requests[i - 1].at if i else 0)):
-                raise ValueError(f'request {i} of session {session.number} is not possible: '
-                                 f'{given}')
+                raise ValueError(f'request {i} of session {session.number} is not possible')
             requests.append(request)
         return session
 

@@ -106,7 +106,7 @@ def test_other_vocabularies_are_refused(stoi):
 
 def test_export_and_back(tmp_path):
     save_tokenizer(TOKENIZER, tmp_path, 256)
-    back = tokenizer_in(tmp_path)
+    back = tokenizer_in(tmp_path, 320)
     assert isinstance(back, BPETokenizer) and back.vocab_size == 320
     text = TEXT + 'Unseen: Ünïcödé 🙂' + END_OF_TEXT
     assert back.encode(text) == TOKENIZER.encode(text)

@@ -1,0 +1,221 @@
+"""Files that others made are opened safely: whatever is in them, there is a result or one UserError,
+in seconds, and without much memory."""
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from config.errors import UserError
+from config.gpt_config import GPTConfig, model_args
+from data.tokenfiles import read_meta
+from data.tokenizer import CharTokenizer
+from engine.dialogue import Dialogue, Template
+from engine.prefix_disk import DiskTier
+from interop.huggingface import from_pretrained
+from interop.load import tokenizer_of
+from interop.tokenizer_files import tokenizer_in
+from kv.models.config import read_config
+from model import GPT
+from training.checkpoint_manager import load_to_resume, peek
+from training.load_model import model_of
+
+resource = pytest.importorskip('resource')  # not on Windows
+SECONDS, MEMORY = 5, 500 * 2 ** 20
+ALPHABET = 'abcdefgh'
+META = {'vocab_size': 8, 'stoi': {c: i for i, c in enumerate(ALPHABET)},
+        'itos': dict(enumerate(ALPHABET))}
+CONFIG = GPTConfig(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=8)
+TOKENIZER = CharTokenizer(META['stoi'], META['itos'])
+CHECKPOINT = {'model': GPT(CONFIG).state_dict(), 'optimizer': {}, 'model_args': model_args(CONFIG),
+              'iter_num': 3, 'best_val_loss': 2.0, 'config': {'dataset': 'none'},
+              'tokens': 'sha256:x', 'meta': META, 'run': '0' * 32}
+HF_CONFIG = {'model_type': 'nanokv', 'nanokv': model_args(CONFIG),
+             'nanokv_source': {'dataset': 'none', 'tokens': ''}}
+TOKENIZER_JSON = {'model': {'type': 'WordLevel', 'vocab': META['stoi']},
+                  'added_tokens': [{'id': 8, 'content': '<|endoftext|>'}]}
+CHAT = {'version': 1, 'turn': '{name}{text}a', 'branch': 'main', 'trimmed': {'main': 0},
+        'branches': {'main': [{'name': 'b', 'text': 'c', 'ids': [1, 2, 0]}]}}
+
+
+def doubled(value, levels: int):
+    """`levels` pairs of one object: small as a pickle, of 2**levels items for `hash` and `repr`."""
+    for _ in range(levels):
+        value = value(value) if callable(value) else type(value)([value, value])
+    return value
+
+
+def cyclic():
+    loop = []
+    loop.append(loop)
+    return loop
+
+
+def open_checkpoint(path):
+    saved = load_to_resume(path)
+    model = model_of(saved, path, dropout=0.0)
+    dataset, known = saved['config'].get('dataset', ''), saved.get('tokens', '')
+    tokenizer_of(dataset, model.config.vocab_size, known, path.parent, saved.get('meta'))
+    peek(path)
+
+
+def open_folder(path):
+    from_pretrained(str(path.parent))
+    read_config(str(path.parent))
+
+
+def open_chat(path):
+    Dialogue(TOKENIZER, Template('{name}{text}a')).load(path)
+
+
+# name of the file -> how it is written, opened, and its good contents
+FILES = {
+    'ckpt.pt': (lambda path, x: torch.save(x, path), open_checkpoint, CHECKPOINT),
+    'meta.pkl': (lambda path, x: path.write_bytes(pickle.dumps(x)),
+                 lambda path: read_meta(path.parent), META),
+    'tokenizer.json': (lambda path, x: path.write_text(json.dumps(x)),
+                       lambda path: tokenizer_in(path.parent, 9), TOKENIZER_JSON),
+    'config.json': (lambda path, x: path.write_text(json.dumps(x)), open_folder, HF_CONFIG),
+    'chat.json': (lambda path, x: path.write_text(json.dumps(x)), open_chat, CHAT)}
+PLAIN = [None, True, '', 'x', '\ud800', '\x1b[2J', 'x' * 100_000, 0, -1, 2 ** 31, 2 ** 63, 10 ** 30,
+         100_000, 40_000, 0.5, -0.0, float('nan'), float('inf'), [], {}, [[[]]], {'a': {'b': []}},
+         ['x'] * 1000, [-1], [10 ** 30], {'x': -1}, {'x': 0, 'y': 0}]
+IN_PICKLES = [doubled([1], 60), doubled((1,), 60), cyclic(), (), {doubled((1,), 3): 1}, {1: 2}]
+DELETED = object()
+
+
+def paths_in(value, path=()) -> list[tuple]:
+    """The keys that lead to every field of a document, itself included."""
+    if torch.is_tensor(value):
+        return [path]
+    inner = value.items() if isinstance(value, dict) else ()
+    inner = enumerate(value) if isinstance(value, list) else inner
+    return [path, *(found for key, x in inner for found in paths_in(x, (*path, key)))]
+
+
+def replaced(document, path: tuple, value):
+    """A copy of the document with another value at `path`."""
+    if not path:
+        return value
+    copy, key = document.copy(), path[0]
+    if value is DELETED and len(path) == 1:
+        del copy[key]
+    else:
+        copy[key] = replaced(document[key], path[1:], value)
+    return copy
+
+
+def outcome(folder: Path, name: str) -> str:
+    """'' if the file opens, or the message of its UserError. Any other exception is a failure."""
+    began = time.monotonic()
+    try:
+        FILES[name][1](folder / name)
+        message = ''
+    except UserError as e:
+        message = str(e)
+        assert message and len(message) < 2000
+    assert time.monotonic() - began < SECONDS
+    return message
+
+
+def limited(call, folder: Path):
+    """Return what `call(folder)` returns in a process of its own that may take SECONDS, and MEMORY
+    more than it has."""
+    def work(pipe):
+        pages = int(Path('/proc/self/statm').read_text().split()[0])
+        most = pages * resource.getpagesize() + MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        try:
+            pipe.send(call(folder))
+        except BaseException as e:  # also PanicException and MemoryError
+            pipe.send(f'FAILED: {type(e).__name__}: {str(e)[:300]}')
+    context = multiprocessing.get_context('fork')
+    ours, theirs = context.Pipe()
+    process = context.Process(target=work, args=(theirs,))
+    process.start()
+    arrived = ours.poll(SECONDS)
+    process.kill()
+    process.join()
+    assert arrived, f'no result within {SECONDS} s'
+    result = ours.recv()
+    assert not str(result).startswith('FAILED'), result
+    return result
+
+
+def write(folder: Path, name: str, document) -> None:
+    FILES[name][0](folder / name, document)
+    if name == 'config.json':
+        weights = {k: x for k, x in CHECKPOINT['model'].items() if k != 'lm_head.weight'}
+        save_file(weights, folder / 'model.safetensors')
+
+
+def property_of(name, examples, folder):
+    """Any hostile value in any field of the file: a UserError or a result, and no other file."""
+    choices = PLAIN + [DELETED] + IN_PICKLES * name.endswith(('.pt', '.pkl'))
+
+    @settings(max_examples=examples, deadline=None, database=None,
+              suppress_health_check=list(HealthCheck))
+    @given(st.sampled_from(paths_in(FILES[name][2])), st.sampled_from(range(len(choices))))
+    def check(path, i):
+        if choices[i] is DELETED and not path:
+            return
+        write(folder, name, replaced(FILES[name][2], path, choices[i]))
+        files = {each: each.read_bytes() for each in folder.parent.rglob('*') if each.is_file()}
+        outcome(folder, name)
+        assert {each: each.read_bytes() for each in folder.parent.rglob('*')
+                if each.is_file()} == files
+    check()
+
+
+@pytest.mark.parametrize('name', FILES)
+def test_good_files_open(tmp_path, name):
+    write(tmp_path, name, FILES[name][2])
+    assert outcome(tmp_path, name) == ''
+
+
+@pytest.mark.parametrize('examples', [25, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('name', FILES)
+def test_any_value_in_any_field(tmp_path, name, examples):
+    folder = tmp_path / 'given'
+    folder.mkdir()
+
+    def check(folder):
+        return property_of(name, examples, folder)
+    if examples > 25:
+        check(folder)
+    else:
+        check(folder)
+
+
+SHARED = (1,)
+HOSTILE = [
+    ('meta.pkl', replaced(META, ('dtype',), doubled([1], 60)), 'dtype'),
+    ('meta.pkl', {**META, doubled((1,), 60): 1}, 'too large or too deeply'),
+    ('meta.pkl', {**META, 'dtype': {i * (2 ** 61 - 1): 0 for i in range(50_000)}}, 'an int of'),
+    ('meta.pkl', {'vocab_size': 8, 'tokenizer': 'bpe'}, 'stoi'),
+    ('ckpt.pt', {**CHECKPOINT, doubled((1,), 60): 1}, 'too large or too deeply'),
+    ('ckpt.pt', {**CHECKPOINT, 'run': doubled([1], 60)}, 'run'),
+    *(('ckpt.pt', replaced(CHECKPOINT, ('model_args', key), n), key)
+      for key, n in (('n_layer', 100_000), ('n_layer', 9_999), ('n_layer', 10 ** 9))),
+    ('ckpt.pt', replaced(CHECKPOINT, ('model_args', 'n_embd'), 40_000), 'size mismatch'),
+    ('ckpt.pt', {**CHECKPOINT, 'model_args': model_args(GPTConfig(
+        n_layer=1, n_head=2, n_embd=40_000, block_size=8, vocab_size=40_000)), 'model': {
+            name: torch.zeros(1).expand(x.shape) for name, x in torch.device('meta').__class__
+            and GPT_META.items()}} if False else [], 'lacks'),
+    ('tokenizer.json', replaced(TOKENIZER_JSON, ('model', 'vocab', 'b'), 0), 'same id'),
+    ('tokenizer.json', replaced(TOKENIZER_JSON, ('model', 'vocab', 'b'), 2 ** 40), 'the id'),
+    ('tokenizer.json', {'model': {'type': 'BPE', 'vocab': {'x': 0}}, 'added_tokens': 5}, ''),
+    ('config.json', replaced(HF_CONFIG, ('nanokv', 'n_layer'), 10 ** 9), 'n_layer'),
+    ('config.json', replaced(HF_CONFIG, ('nanokv', 'n_layer'), 9_999), 'n_layer'),
+    ('chat.json', replaced(CHAT, ('branches', 'main', 0, 'ids'), [-1]), 'other tokens'),
+    ('chat.json', replaced(CHAT, ('branches', 'main', 0, 'ids'), [float('inf')]), 'chat.json')]
+HOSTILE = [case for case in HOSTILE if case[1] != []]

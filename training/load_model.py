@@ -1,0 +1,50 @@
+"""The model in a checkpoint. A file of a few bytes can name any sizes, so they are compared with the
+weights before a model is allocated."""
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from config.errors import UserError
+from config.gpt_config import GPTConfig
+from model import GPT
+from training.checkpoint import config_of, load_weights, restoring
+
+FEW_LAYERS = 100
+
+def model_of(checkpoint: dict, path: Path, **overrides) -> GPT:
+    """Return the model in a checkpoint with its weights. `overrides` replace fields of its config.
+
+    Raises a UserError as `config_of` and `load_weights` do, before anything large is allocated.
+    """
+    config = config_of(checkpoint, path, **overrides)
+    check_weights(config, checkpoint, path)
+    model = GPT(config)
+    load_weights(model, checkpoint, path)
+    return model
+
+
+def check_weights(config: GPTConfig, checkpoint: dict, path: Path) -> None:
+    """Raise a UserError if the weights are not those of a model with this config. No
+    model is allocated."""
+    weights = checkpoint['model']
+    check_layers(config, weights, f'checkpoint {path}')
+    with torch.device('meta'):
+        model = GPT(config)
+    with restoring(path, 'model'):
+        given = {name: x.to('meta') for name, x in weights.items()}
+        model.load_state_dict(given)
+        shared = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
+                  for x in weights.values() if x.device.type == 'cpu'}
+        own = sum(x.nbytes for name, x in weights.items() if name != 'lm_head.weight')
+    if own > sum(shared.values()):
+        raise UserError(f'checkpoint {path}: its weights share memory, or repeat their elements; '
+                        'allowed are weights of their own, as torch.save writes them')
+
+
+def check_layers(config: GPTConfig, names: Iterable[str], source: str) -> None:
+    """Raise a UserError if there are fewer weights than n_layer, since building layers takes time
+    even on the meta device."""
+    n = len(list(names))
+    if config.n_layer > max(n, FEW_LAYERS):
+        raise UserError(f'{source}: n_layer={config.n_layer:,}, but it has only {n:,} weights')
