@@ -1,10 +1,13 @@
 """Files that others made are opened safely: whatever is in them, there is a result or one UserError,
 in seconds, and without much memory."""
+import contextlib
 import json
 import multiprocessing
 import os
 import pickle
-import shutil
+import pty
+import subprocess
+import sys
 import time
 import zipfile
 from pathlib import Path
@@ -26,6 +29,8 @@ from interop.load import tokenizer_of
 from interop.tokenizer_files import tokenizer_in
 from kv.models.config import read_config
 from model import GPT
+from tests.programs.support import ROOT
+from training.checkpoint import tokens_id
 from training.checkpoint_manager import load_to_resume, peek
 from training.load_model import model_of
 
@@ -38,7 +43,7 @@ CONFIG = GPTConfig(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=8)
 TOKENIZER = CharTokenizer(META['stoi'], META['itos'])
 CHECKPOINT = {'model': GPT(CONFIG).state_dict(), 'optimizer': {}, 'model_args': model_args(CONFIG),
               'iter_num': 3, 'best_val_loss': 2.0, 'config': {'dataset': 'none'},
-              'tokens': 'sha256:x', 'meta': META, 'run': '0' * 32}
+              'tokens': tokens_id(META), 'meta': META, 'run': '0' * 32}
 HF_CONFIG = {'model_type': 'nanokv', 'nanokv': model_args(CONFIG),
              'nanokv_source': {'dataset': 'none', 'tokens': ''}}
 TOKENIZER_JSON = {'model': {'type': 'WordLevel', 'vocab': META['stoi']},
@@ -50,7 +55,7 @@ CHAT = {'version': 1, 'turn': '{name}{text}a', 'branch': 'main', 'trimmed': {'ma
 def doubled(value, levels: int):
     """`levels` pairs of one object: small as a pickle, of 2**levels items for `hash` and `repr`."""
     for _ in range(levels):
-        value = value(value) if callable(value) else type(value)([value, value])
+        value = type(value)([value, value])
     return value
 
 
@@ -127,9 +132,9 @@ def outcome(folder: Path, name: str) -> str:
     return message
 
 
-def limited(call, folder: Path):
-    """Return what `call(folder)` returns in a process of its own that may take SECONDS, and MEMORY
-    more than it has."""
+def limited(call, folder: Path, seconds: float = SECONDS):
+    """Return what `call(folder)` returns in a process of its own that may take so many seconds,
+    and MEMORY more than it has."""
     def work(pipe):
         pages = int(Path('/proc/self/statm').read_text().split()[0])
         most = pages * resource.getpagesize() + MEMORY
@@ -137,15 +142,16 @@ def limited(call, folder: Path):
         try:
             pipe.send(call(folder))
         except BaseException as e:  # also PanicException and MemoryError
-            pipe.send(f'FAILED: {type(e).__name__}: {str(e)[:300]}')
+            pipe.send(f'FAILED: {type(e).__name__}: {str(e)[:300]} '
+                      f'{getattr(e, "__notes__", "")}')
     context = multiprocessing.get_context('fork')
     ours, theirs = context.Pipe()
     process = context.Process(target=work, args=(theirs,))
     process.start()
-    arrived = ours.poll(SECONDS)
+    arrived = ours.poll(seconds)
     process.kill()
     process.join()
-    assert arrived, f'no result within {SECONDS} s'
+    assert arrived, f'no result within {seconds} s'
     result = ours.recv()
     assert not str(result).startswith('FAILED'), result
     return result
@@ -187,35 +193,129 @@ def test_good_files_open(tmp_path, name):
 def test_any_value_in_any_field(tmp_path, name, examples):
     folder = tmp_path / 'given'
     folder.mkdir()
-
-    def check(folder):
-        return property_of(name, examples, folder)
-    if examples > 25:
-        check(folder)
-    else:
-        check(folder)
+    limited(lambda folder: property_of(name, examples, folder), folder, seconds=examples)
 
 
-SHARED = (1,)
-HOSTILE = [
-    ('meta.pkl', replaced(META, ('dtype',), doubled([1], 60)), 'dtype'),
-    ('meta.pkl', {**META, doubled((1,), 60): 1}, 'too large or too deeply'),
-    ('meta.pkl', {**META, 'dtype': {i * (2 ** 61 - 1): 0 for i in range(50_000)}}, 'an int of'),
+def repeated_weights():
+    """Weights of 40,000 dimensions, each a single number that is repeated."""
+    config = GPTConfig(n_layer=1, n_head=2, n_embd=40_000, block_size=8, vocab_size=40_000)
+    with torch.device('meta'):
+        shapes = {name: x.shape for name, x in GPT(config).state_dict().items()}
+    weights = {name: torch.zeros(1).expand(shape) for name, shape in shapes.items()}
+    return {**CHECKPOINT, 'model_args': model_args(config), 'model': weights}
+
+
+@pytest.mark.parametrize('name, document, words', [
+    ('meta.pkl', {**META, 'dtype': doubled([1], 60)}, 'dtype'),
+    ('meta.pkl', {**META, 'x': {i * (2 ** 61 - 1): 0 for i in range(9, 99)}}, 'an int of'),
     ('meta.pkl', {'vocab_size': 8, 'tokenizer': 'bpe'}, 'stoi'),
-    ('ckpt.pt', {**CHECKPOINT, doubled((1,), 60): 1}, 'too large or too deeply'),
     ('ckpt.pt', {**CHECKPOINT, 'run': doubled([1], 60)}, 'run'),
-    *(('ckpt.pt', replaced(CHECKPOINT, ('model_args', key), n), key)
-      for key, n in (('n_layer', 100_000), ('n_layer', 9_999), ('n_layer', 10 ** 9))),
+    *(('ckpt.pt', replaced(CHECKPOINT, ('model_args', 'n_layer'), n), 'n_layer')
+      for n in (9_999, 100_000, 10 ** 9)),
     ('ckpt.pt', replaced(CHECKPOINT, ('model_args', 'n_embd'), 40_000), 'size mismatch'),
-    ('ckpt.pt', {**CHECKPOINT, 'model_args': model_args(GPTConfig(
-        n_layer=1, n_head=2, n_embd=40_000, block_size=8, vocab_size=40_000)), 'model': {
-            name: torch.zeros(1).expand(x.shape) for name, x in torch.device('meta').__class__
-            and GPT_META.items()}} if False else [], 'lacks'),
+    ('ckpt.pt', repeated_weights(), 'share memory'),
     ('tokenizer.json', replaced(TOKENIZER_JSON, ('model', 'vocab', 'b'), 0), 'same id'),
     ('tokenizer.json', replaced(TOKENIZER_JSON, ('model', 'vocab', 'b'), 2 ** 40), 'the id'),
-    ('tokenizer.json', {'model': {'type': 'BPE', 'vocab': {'x': 0}}, 'added_tokens': 5}, ''),
-    ('config.json', replaced(HF_CONFIG, ('nanokv', 'n_layer'), 10 ** 9), 'n_layer'),
-    ('config.json', replaced(HF_CONFIG, ('nanokv', 'n_layer'), 9_999), 'n_layer'),
+    ('tokenizer.json', replaced(TOKENIZER_JSON, ('model', 'vocab', 'b'), 100), 'ids up to 100'),
+    *(('config.json', replaced(HF_CONFIG, ('nanokv', 'n_layer'), n), 'n_layer')
+      for n in (9_999, 10 ** 9)),
     ('chat.json', replaced(CHAT, ('branches', 'main', 0, 'ids'), [-1]), 'other tokens'),
-    ('chat.json', replaced(CHAT, ('branches', 'main', 0, 'ids'), [float('inf')]), 'chat.json')]
-HOSTILE = [case for case in HOSTILE if case[1] != []]
+    ('chat.json', replaced(CHAT, ('branches', 'main', 0, 'ids'), [float('inf')]), 'infinity'),
+], ids=lambda x: None if isinstance(x, dict) else x)
+def test_small_files_that_hang_or_exhaust(tmp_path, name, document, words):
+    write(tmp_path, name, document)
+    assert words in limited(lambda folder: outcome(folder, name), tmp_path)
+
+
+def test_a_tuple_that_takes_forever_to_hash(tmp_path):
+    """Pickled by hand, because pickling it as a key would hash it, too."""
+    pair = b'K\x01' + b'q\x00h\x00\x86' * 60
+    (tmp_path / 'meta.pkl').write_bytes(b'\x80\x02}' + pair + b'K\x01s.')
+    assert 'deeply' in limited(lambda folder: outcome(folder, 'meta.pkl'), tmp_path)
+    torch.save({}, tmp_path / 'good.pt')
+    with zipfile.ZipFile(tmp_path / 'good.pt') as good, \
+            zipfile.ZipFile(tmp_path / 'ckpt.pt', 'w') as bad:
+        for name in good.namelist():
+            data = b'\x80\x02}' + pair + b'K\x01s.' if name.endswith('.pkl') else good.read(name)
+            bad.writestr(name, data)
+    assert 'deeply' in limited(lambda folder: outcome(folder, 'ckpt.pt'), tmp_path)
+
+
+def test_a_compressed_checkpoint_is_refused(tmp_path):
+    torch.save(CHECKPOINT, tmp_path / 'good.pt')
+    with zipfile.ZipFile(tmp_path / 'good.pt') as good, \
+            zipfile.ZipFile(tmp_path / 'ckpt.pt', 'w', zipfile.ZIP_DEFLATED) as bad:
+        for name in good.namelist():
+            bad.writestr(name, good.read(name))
+    assert 'compressed' in outcome(tmp_path, 'ckpt.pt')
+
+
+@pytest.mark.parametrize('name', [*FILES, 'model.safetensors'])
+def test_a_fifo_is_refused(tmp_path, name):
+    opened = 'config.json' if name == 'model.safetensors' else name
+    write(tmp_path, opened, FILES[opened][2])
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    assert name in limited(lambda folder: outcome(folder, opened), tmp_path)
+
+
+def test_prefix_files_that_are_none_count_as_missing(tmp_path):
+    tier = DiskTier(tmp_path, 'f' * 64, 2 ** 20)
+    key = bytes(16)
+    os.mkfifo(tier.folder / f'{key.hex()}.safetensors')
+    (tier.folder / f'{bytes([1] * 16).hex()}.safetensors').write_bytes(b'\xff' * 100)
+
+    def read(folder):
+        again = DiskTier(folder, 'f' * 64, 2 ** 20)
+        return [again.read(bytes([n] * 16), b'', b'') for n in (0, 1)]
+    assert limited(read, tmp_path) == [None, None]
+
+
+# -- through the programs --------------------------------------------------------------------------
+
+def run_on_terminal(*args) -> tuple[bytes, bytes]:
+    """Run a program with a terminal as its stdout and stderr. Returns what the terminal receives,
+    and the exit status."""
+    ours, theirs = pty.openpty()
+    env = dict(os.environ, OMP_NUM_THREADS='1', TERM='xterm')
+    process = subprocess.Popen([sys.executable, *map(str, args)], cwd=ROOT, env=env,
+                               stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    out = b''
+    with contextlib.suppress(OSError):  # EIO: the program has ended
+        while data := os.read(ours, 4096):
+            out += data
+    os.close(ours)
+    return out, process.wait()
+
+
+def escaping_checkpoint(folder):
+    """A model that always writes the same escape sequence, which would change the title."""
+    letters = 'a\x1b]0;\x07\x9b\u202e'
+    meta = {'vocab_size': 8, 'stoi': {c: i for i, c in enumerate(letters)},
+            'itos': dict(enumerate(letters))}
+    write(folder, 'ckpt.pt', {**CHECKPOINT, 'meta': meta, 'tokens': tokens_id(meta)})
+
+
+def test_escapes_of_a_vocabulary_reach_files_but_no_terminal(tmp_path):
+    escaping_checkpoint(tmp_path)
+    args = ('sample.py', tmp_path, '--device=cpu', '--start=a', '--max_new_tokens=60',
+            '--temperature=9.0', '--num_samples=2', '--report=False')
+    shown, status = run_on_terminal(*args)
+    text = shown.decode()
+    assert status == 0 and not set('\x1b\x07\x9b\u202e') & set(text.replace('\x1b[', ''))
+    assert '\\x1b' in text and '\\x9b' in text and '\\u202e' in text
+    done = subprocess.run([sys.executable, *map(str, args)], cwd=ROOT, capture_output=True)
+    assert {'\x1b', '\x9b', '\u202e'} <= set(done.stdout.decode())
+
+
+@pytest.mark.parametrize('program', ['sample.py', 'chat.py', 'train.py'])
+def test_programs_refuse_in_one_line_without_escapes(tmp_path, program):
+    folder = tmp_path / 'a\x1b]0;title\x07'
+    folder.mkdir()
+    write(folder, 'ckpt.pt', replaced(CHECKPOINT, ('model_args', 'n_layer'), 100_000))
+    how = ['--init_from=resume', '--dataset=recall'] if program == 'train.py' else []
+    shown, status = run_on_terminal(program, f'--out_dir={folder}', '--device=cpu', *how)
+    *_, line = shown.decode().splitlines()
+    assert status == 2 and line.startswith('error: ') and 'n_layer' in line
+    assert '\x1b' not in line and '\x07' not in line and 'Traceback' not in shown.decode()
