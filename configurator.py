@@ -81,7 +81,8 @@ def parse(program: str, argv: list[str] | None = None, usage: str = '',
             except (OSError, UnicodeDecodeError) as e:
                 raise UserError(f'config file {arg!r} cannot be read as UTF-8 text: {e}') from e
             if echo:
-                print(visible(f'Overriding config with {arg}' + f':\n{text}' * (program == 'train')))
+                shown = f':\n{text}' * (program == 'train')
+                print(visible(f'Overriding config with {arg}{shown}'))
             source, changed = arg, _run_file(arg, path, text, values, keys)
         values.update(changed)
         given.update(dict.fromkeys(changed, source))

@@ -69,7 +69,8 @@ class GPTConfig:
             if isinstance(value, (int, float)) and not abs(value) <= MAX_NUMBER:  # NaN included
                 raise UserError(f'{f.name}={shown(value)}: must be a number up to {MAX_NUMBER:,}')
             if choices and value not in choices:
-                raise UserError(f'{f.name}={shown(value)}: allowed are {", ".join(map(repr, choices))}')
+                raise UserError(f'{f.name}={shown(value)}: allowed are '
+                                f'{", ".join(map(repr, choices))}')
         at_least(self, block_size=1, vocab_size=1, n_layer=1, n_head=1, n_embd=1, n_kv_head=0,
                  head_dim=0, window_size=0, mlp_hidden=0, rope_theta_global=0, kv_latent=0,
                  act_clamp=0, rope_fraction_global=0)

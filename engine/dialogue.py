@@ -178,8 +178,8 @@ class Dialogue:
             document = read_json(path)
             if document['version'] != VERSION or document['turn'] != self.template.turn:
                 raise UserError(f"{path} was written with turn={shown(document['turn'])} "
-                                f"(version {shown(document['version'])}): give that, or another "
-                                'file for the history')
+                                f"(version {shown(document['version'])}): give that, "
+                                'or another file for the history')
             branches = {str(name): [Turn(str(turn['name']), str(turn['text']),
                                          [int(i) for i in turn['ids']]) for turn in turns]
                         for name, turns in document['branches'].items()}

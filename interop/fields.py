@@ -46,10 +46,12 @@ def gpt_config(nanokv: dict, other_keys: dict) -> GPTConfig:
     types = {f.name: f.type for f in dataclasses.fields(GPTConfig)}
     for name, value in nanokv.items():
         if type(value) is not types[name] and not (types[name] is float and type(value) is int):
-            raise ValueError(f'config.json: nanokv.{name}={shown(value)} is not {types[name].__name__}')
+            raise ValueError(f'config.json: nanokv.{name}={shown(value)} is not '
+                             f'{types[name].__name__}')
     config = GPTConfig(**nanokv)
     for name, value in derived_keys(config).items():
         given = other_keys.get(name, value)
         if given != value:
-            raise ValueError(f'config.json: {name}={shown(given)}, but by nanokv it is {shown(value)}')
+            raise ValueError(f'config.json: {name}={shown(given)}, but by nanokv it is '
+                             f'{shown(value)}')
     return config

@@ -221,7 +221,8 @@ def _gpt2_config(raw, path):
     """The GPTConfig of a GPT-2 that transformers saved."""
     for name, value in ONLY.items():
         if raw.get(name, value) != value or (name not in raw and name == 'model_type'):
-            raise UserError(f'{path}: {name}={shown(raw.get(name))} is not supported, only {value!r}')
+            raise UserError(f'{path}: {name}={shown(raw.get(name))} is not supported, '
+                            f'only {value!r}')
     sizes = {name: raw.get(name, default) for name, default in SIZES.items()}
     n_inner = raw.get('n_inner')
     for name, value in dict(sizes, n_inner=4 if n_inner is None else n_inner).items():

@@ -117,11 +117,12 @@ def load_checkpoint(path: Path, whole: bool = True) -> dict:
         wrong = key == 'iter_num' and isinstance(value, int) and not 0 <= value < 2 ** 63
         if not isinstance(value, kind) or wrong:
             raise UserError(f'checkpoint {path}: invalid {key} {shown(value)}')
-    loss, dataset = checkpoint['best_val_loss'], checkpoint['config'].get('dataset', '')
+    loss = checkpoint['best_val_loss']
     if torch.is_tensor(loss) and loss.numel() != 1:
         raise UserError(f'checkpoint {path}: invalid best_val_loss of {loss.numel():,} elements')
-    if not isinstance(dataset, str):
-        raise UserError(f'checkpoint {path}: invalid dataset {shown(dataset)} in its config')
+    for name in ('dataset', 'optimizer', 'data_order'):
+        if not isinstance(value := checkpoint['config'].get(name, ''), str):
+            raise UserError(f'checkpoint {path}: invalid {name} {shown(value)} in its config')
     _check_names(path, checkpoint)
     checkpoint['model'] = _unwrapped(path, checkpoint['model'])
     _tie(path, checkpoint['model'])

@@ -32,8 +32,8 @@ def check_weights(config: GPTConfig, checkpoint: dict, path: Path) -> None:
     with torch.device('meta'):
         model = GPT(config)
     with restoring(path, 'model'):
-        given = {name: x.to('meta') for name, x in weights.items()}
-        model.load_state_dict(given)
+        model.load_state_dict({name: x.to('meta') if torch.is_tensor(x) else x
+                               for name, x in weights.items()})
         shared = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
                   for x in weights.values() if x.device.type == 'cpu'}
         own = sum(x.nbytes for name, x in weights.items() if name != 'lm_head.weight')

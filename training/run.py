@@ -6,7 +6,7 @@ import torch
 
 from attention.kernels.choose import choose
 from attention.kernels.flex import block_mask
-from config.errors import UserError, shown
+from config.errors import UserError
 from config.gpt_config import GPTConfig, model_args
 from config.schema import MODEL
 from data.recall.tasks import TASKS
@@ -194,7 +194,7 @@ class Run:
         with ckpt.restoring(self.origin, 'optimizer'):
             kind = saved['config'].get('optimizer', 'adamw')
             if saved['optimizer']['state'] and kind != self.s.optimizer:
-                raise UserError(f'{self.origin} was trained with optimizer={shown(kind)}, whose state '
+                raise UserError(f'{self.origin} was trained with optimizer={kind!r}, whose state '
                                 f'{self.s.optimizer!r} cannot use: go on with --optimizer={kind}')
             load_optimizer(self.optimizer, saved['optimizer'])
             if saved['iter_num'] and not saved['optimizer']['state']:
@@ -219,7 +219,7 @@ class Run:
             return self.batches.next()
         order = saved['config'].get('data_order', 'random')
         if order != self.s.data_order:
-            raise UserError(f'{self.origin} was trained with data_order={shown(order)}, whose data '
+            raise UserError(f'{self.origin} was trained with data_order={order!r}, whose data '
                             f'position {self.s.data_order!r} cannot use: go on with '
                             f'--data_order={order}')
         with ckpt.restoring(self.origin, 'data_rng'):

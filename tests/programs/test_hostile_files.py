@@ -1,5 +1,5 @@
-"""Files that others made are opened safely: whatever is in them, there is a result or one UserError,
-in seconds, and without much memory."""
+"""Files that others made are opened safely: whatever is in them, there is a result or one
+UserError, in seconds, and without much memory."""
 import contextlib
 import json
 import multiprocessing
