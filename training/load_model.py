@@ -1,5 +1,5 @@
-"""The model in a checkpoint. A file of a few bytes can name any sizes, so they are compared with the
-weights before a model is allocated."""
+"""The model in a checkpoint. A file of a few bytes can name any sizes, so they are compared with
+the weights before a model is allocated."""
 from collections.abc import Iterable
 from pathlib import Path
 
