@@ -27,7 +27,6 @@ from interop.huggingface import GELUS, TRANSPOSED
 from interop.load import tokenizer_of
 from interop.tokenizer_files import save_tokenizer
 from kv.plan import plan_kv
-from model import GPT
 from training.checkpoint_manager import checkpoint_in, load_to_resume
 from training.load_model import model_of
 
