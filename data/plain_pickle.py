@@ -60,7 +60,7 @@ def check_archive(path: Path) -> None:
         if sum(entry.file_size for entry in entries) > path.stat().st_size:
             raise ValueError('its entries are larger than the file')
         for entry in entries:
-            if entry.filename.endswith('.pkl'):
+            if entry.filename.lower().endswith('.pkl'):  # torch finds names in any case
                 check_pickle(archive.read(entry))
 
 
