@@ -14,7 +14,7 @@ from serving.errors import ApiError
 CLOSING = (401, 403, 408, 413, 415)  # sent before the body was read: the connection is closed
 UNLOGGED = ('/health', '/metrics', '/v1/models', '/nanokv/plan')  # polled by probes and by the page
 OPEN = ('/health', '/')  # need no key
-MAX_LOGGED = 200  # characters of a path
+MAX_LOGGED = 200  # characters of a method and a path
 
 
 def json_response(document: dict, status: int = 200, headers: dict | None = None) -> Response:
@@ -138,8 +138,8 @@ def log_line(scope, status, start) -> str:
     if error:
         parts.append(error.code or error.kind if error.status < 500 else str(error))
     address = scope['client'][0] if scope['client'] else '-'
-    path = scope['path']
-    path = path if len(path) <= MAX_LOGGED else f'{path[:MAX_LOGGED]}...'
-    line = f"{address} {scope['method']} {path} {status}: {', '.join(parts)}"
+    asked = f"{scope['method']} {scope['path']}"
+    asked = asked if len(asked) <= MAX_LOGGED else f'{asked[:MAX_LOGGED]}...'
+    line = f"{address} {asked} {status}: {', '.join(parts)}"
     line = ''.join(c if ' ' <= c <= '~' else c.encode('unicode_escape').decode() for c in line)
     return time.strftime('%Y-%m-%d %H:%M:%S ') + line
