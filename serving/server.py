@@ -5,6 +5,7 @@ import queue
 import socket
 import threading
 import time
+from collections import Counter
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -59,18 +60,22 @@ class RequestLog:
 
 
 class Connection(H11Protocol):
-    """A connection. If an address has more than MAX_OF_ADDRESS, its oldest idle one is closed, so
-    that idle connections of one client do not use up those of all."""
+    """A connection. If there are MAX_CONNECTIONS, or more than MAX_OF_ADDRESS of its address, an
+    idle one is closed, so that idle connections do not keep others out: the oldest one of the
+    address that has the most."""
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
         self.began = time.monotonic()
-        address = self.client and self.client[0]
-        same = [each for each in self.connections if each.client and each.client[0] == address
-                and not each.transport.is_closing()]
-        if len(same) > MAX_OF_ADDRESS:
-            idle = [each for each in same if each.cycle is None or each.cycle.response_complete]
-            min(idle, key=lambda each: each.began).transport.abort()
+        self.address = self.client and self.client[0]
+        alive = [each for each in self.connections if not each.transport.is_closing()]
+        counts = Counter(each.address for each in alive)
+        is_full = len(alive) >= MAX_CONNECTIONS
+        if not is_full and counts[self.address] <= MAX_OF_ADDRESS:
+            return
+        idle = [each for each in alive if is_full or each.address == self.address]
+        idle = [each for each in idle if each.cycle is None or each.cycle.response_complete]
+        min(idle, key=lambda each: (-counts[each.address], each.began)).transport.abort()
 
 
 class Server(uvicorn.Server):

@@ -253,6 +253,16 @@ def test_a_client_does_not_take_all_places(serve, held):
     assert not server.worker._num_open
 
 
+def assert_healthy(sock):
+    sock.sendall(b'GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n')
+    answer = b''
+    while not answer.endswith(b'{"status": "ok"}'):  # head and body may come in two pieces
+        piece = sock.recv(1000)
+        assert piece
+        answer += piece
+    assert b'200 OK' in answer
+
+
 def test_idle_connections_of_an_address_make_room_for_its_new_ones(running, monkeypatch):
     monkeypatch.setattr('serving.server.MAX_OF_ADDRESS', 3)
     server = running()
@@ -261,15 +271,23 @@ def test_idle_connections_of_an_address_make_room_for_its_new_ones(running, monk
         sock.settimeout(10)
         with contextlib.suppress(ConnectionResetError):
             assert sock.recv(1) == b''
-    for sock in idle[2:]:
-        sock.sendall(b'GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n')
-        assert b'200 OK' in sock.recv(1000)
     other = socket.create_connection(idle[2].getpeername(), source_address=('127.0.0.2', 0))
-    other.sendall(b'GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n')
-    assert b'200 OK' in other.recv(1000)
-    idle[2].sendall(b'GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n')
-    assert b'200 OK' in idle[2].recv(1000)
+    for sock in (*idle[2:], other, idle[2]):
+        assert_healthy(sock)
     for sock in (*idle, other):
+        sock.close()
+
+
+def test_idle_connections_of_many_addresses_make_room_for_others(running, monkeypatch):
+    monkeypatch.setattr('serving.server.MAX_CONNECTIONS', 9)
+    server = running()
+    patient = connect(server, b'')
+    idle = [socket.create_connection(patient.getpeername(),
+                                     source_address=(f'127.0.0.{k % 2 + 2}', 0)) for k in range(12)]
+    new = connect(server, b'')
+    for sock in (patient, new):
+        assert_healthy(sock)
+    for sock in (*idle, patient, new):
         sock.close()
 
 
