@@ -333,6 +333,8 @@ def shard_metadata(path: Path, shards: dict) -> dict:
             what = f'has {file.stat().st_size:,} bytes' if file.is_file() else 'is missing'
             raise UserError(f'checkpoint {path}: its shard {file} {what}, and should have '
                             f'{size:,} bytes')
+    if odd := [file for file in folder.glob('*.safetensors') if not file.is_file()]:
+        raise UserError(f'checkpoint {path}: its shard {odd[0]} is not a regular file')
     with _shard_errors(f'checkpoint {path}: its shards in {folder} cannot be read'):
         return Reader(str(folder)).read_metadata().state_dict_metadata
 

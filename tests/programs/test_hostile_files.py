@@ -260,6 +260,13 @@ def test_a_fifo_is_refused(tmp_path, name):
     assert name in limited(lambda folder: outcome(folder, opened), tmp_path)
 
 
+def test_a_fifo_beside_shards_is_refused(tmp_path):
+    write(tmp_path, 'ckpt.pt', {**CHECKPOINT, 'shards': {'folder': 'shards_a', 'files': {}}})
+    (tmp_path / 'shards_a').mkdir()
+    os.mkfifo(tmp_path / 'shards_a' / 'x.safetensors')
+    assert 'regular' in limited(lambda folder: outcome(folder, 'ckpt.pt'), tmp_path)
+
+
 def test_prefix_files_that_are_none_count_as_missing(tmp_path):
     tier = DiskTier(tmp_path, 'f' * 64, 2 ** 20)
     key = bytes(16)
