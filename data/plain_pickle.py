@@ -1,8 +1,10 @@
 """Check a pickle before it is loaded. A pickle is a program: even if it may not create any objects
 of classes, a few hundred bytes of it can take hours, or all memory."""
 import functools
+import os
 import pickle
 import pickletools
+import struct
 import zipfile
 from pathlib import Path
 
@@ -53,6 +55,7 @@ def check_archive(path: Path) -> None:
         raise ValueError('it is not a regular file')
     if not zipfile.is_zipfile(path):
         raise ValueError('it is not a zip file, as torch.save writes')
+    _check_end(path)
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
@@ -62,6 +65,24 @@ def check_archive(path: Path) -> None:
         for entry in entries:
             if entry.filename.lower().endswith('.pkl'):  # torch finds names in any case
                 check_pickle(archive.read(entry))
+
+
+def _check_end(path: Path) -> None:
+    """Raise ValueError unless the list of entries ends where the zip file's end record begins. If
+    it does not, torch and `zipfile` may read two different lists."""
+    with open(path, 'rb') as file:
+        n = file.seek(0, os.SEEK_END)
+        file.seek(max(0, n - 98))
+        tail = file.read().rjust(98, b'\0')
+    record, locator, end = tail[:56], tail[56:76], tail[76:]
+    begin, (size, offset) = n - len(end), struct.unpack('<LL', end[12:20])
+    whole = end.startswith(b'PK\5\6') and end.endswith(b'\0\0')  # without a comment
+    if locator.startswith(b'PK\6\7'):  # zip64
+        begin, (size, offset) = n - len(tail), struct.unpack('<QQ', record[40:56])
+        whole = whole and record.startswith(b'PK\6\6')
+        whole = whole and struct.unpack('<Q', locator[8:16]) == (begin,)
+    if not whole or offset + size != begin:
+        raise ValueError('its list of entries is not at its end, as torch.save writes it')
 
 
 def _take(stack: list, operands: list) -> int:

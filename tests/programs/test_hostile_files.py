@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import pty
+import struct
 import subprocess
 import sys
 import time
@@ -240,6 +241,20 @@ def test_a_tuple_that_takes_forever_to_hash(tmp_path, extension):
             data = b'\x80\x02}' + pair + b'K\x01s.' if name.endswith('.pkl') else good.read(name)
             bad.writestr(name.replace('.pkl', extension), data)
     assert 'deeply' in limited(lambda folder: outcome(folder, 'ckpt.pt'), tmp_path)
+
+
+@pytest.mark.parametrize('zip64', [False, True])
+def test_a_checkpoint_with_two_lists_of_entries_is_refused(tmp_path, zip64):
+    """Python's zipfile reads the list before the end record, torch that at the offset in it."""
+    torch.save(CHECKPOINT, tmp_path / 'ckpt.pt')
+    data = bytearray((tmp_path / 'ckpt.pt').read_bytes())
+    assert data[-98:-94] == b'PK\6\6'  # torch writes both forms of the end record
+    size, offset = struct.unpack('<QQ', data[-58:-42])
+    both = data[:offset] + data[offset:offset + size] * 2 + (data[-98:] if zip64 else data[-22:])
+    if zip64:  # where the other form of the end record is
+        both[-34:-26] = struct.pack('<Q', len(both) - 98)
+    (tmp_path / 'ckpt.pt').write_bytes(both)
+    assert 'list of entries' in outcome(tmp_path, 'ckpt.pt')
 
 
 def test_a_compressed_checkpoint_is_refused(tmp_path):
