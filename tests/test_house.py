@@ -21,20 +21,19 @@ ROOT = Path(__file__).resolve().parents[1]
 CORE_TOKENS = 15_500
 
 # The largest number of lines of Python in each room. A change that makes a room smaller lowers its
-# number. These are the sizes of today and about 3%; the aim is 24,000 lines without tests, 22,500
-# of tests.
+# number. These are the sizes of today; the aim is 24,000 lines without tests, 22,500 of tests.
 BUDGETS = {
     'train.py sample.py chat.py serve.py ablate.py bench.py': 1_040,
-    'lab/': 10_450,
-    'serving/': 1_370,
-    'interop/': 2_000,
-    'training/': 4_180,
-    'engine/': 5_180,
-    'attention/kernels/': 835,
-    'kv/': 1_840,  # without the core
-    'data/': 2_610,
-    'config/ configurator.py': 1_810,
-    'tests/': 30_000,
+    'lab/': 10_250,
+    'serving/': 1_490,
+    'interop/': 2_040,
+    'training/': 4_245,
+    'engine/': 5_330,
+    'attention/kernels/': 820,
+    'kv/': 1_945,  # without the core
+    'data/': 2_795,
+    'config/ configurator.py': 2_000,
+    'tests/': 31_350,
 }
 house = pytest.mark.house
 
