@@ -177,9 +177,10 @@ class Asgi:
 
     def __init__(self, app, **fields):
         self.app, self.sent, self.gone = app, [], asyncio.Event()
+        headers = [(b'host', b'test'), (b'content-type', b'application/json')]
         self.scope = dict(
             type='http', method='POST', path=COMPLETIONS, raw_path=COMPLETIONS.encode(),
-            query_string=b'', root_path='', headers=[(b'content-type', b'application/json')],
+            query_string=b'', root_path='', headers=headers,
             http_version='1.1', scheme='http', server=('test', 80), client=('test', 1),
             asgi=dict(version='3.0', spec_version='2.3'))
         self.bodies = [json.dumps(dict(prompt='abc') | fields).encode()]

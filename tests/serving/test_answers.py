@@ -353,9 +353,8 @@ def test_the_log_has_a_line_for_each_request(serve):
     for line, wanted in zip(server.logged, [
             'POST /v1/completions 200: ' + tokens.format(0, 3),
             'POST /v1/completions 200: ' + tokens.format(16, 6),
-            r"POST /v1/completions 400: \d\.\d{3} s, unknown field 'x+\.{3} "
-            r"\(known are .{80,140} \.\.\.",
-            r"GET /a\\nGET /b\\x1b\\u017c 404: \d\.\d{3} s, .*Not Found",
-            r'GET /v1/models 401: \d\.\d{3} s, a key is needed: .*',
-            r"""POST /v1/completions 400: \d\.\d{3} s, prompt has 2 [^\\]*"""], strict=True):
+            r'POST /v1/completions 400: \d\.\d{3} s, unknown_field',
+            r'GET /a\\nGET /b\\x1b\\u017c 404: \d\.\d{3} s, invalid_request_error',
+            r'GET /v1/models 401: \d\.\d{3} s, invalid_api_key',
+            r'POST /v1/completions 400: \d\.\d{3} s, invalid_request_error'], strict=True):
         assert re.fullmatch(r'\d{4}-\d\d-\d\d \d\d:\d\d:\d\d testclient ' + wanted, line), line

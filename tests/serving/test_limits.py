@@ -236,7 +236,7 @@ def test_a_disconnect_cancels_all_choices(serve, held, stream):
         fields = dict(prompt='abcdefgh', max_tokens=50, n=3, stream=stream)
         requests = [Asgi(server.app, **fields) for _ in range(2)]
         tasks = [asyncio.create_task(request.run()) for request in requests]
-        while server.worker._num_open < 6 or not held.in_step.is_set():
+        while server.worker._num_open.total() < 6 or not held.in_step.is_set():
             await asyncio.sleep(0.005)
         for request in requests:
             request.gone.set()
