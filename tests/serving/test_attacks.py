@@ -175,7 +175,7 @@ def test_a_response_that_is_not_read(running, monkeypatch):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
         return sock
     monkeypatch.setattr('tests.serving.conftest.bind', small)
-    server, sock = running(max_waiting=16), socket.socket()
+    server, sock = running(max_waiting=20), socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     sock.connect(('127.0.0.1', server.port))
     document = dict(prompt='abc', n=16, max_tokens=30, logprobs=20)
