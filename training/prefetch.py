@@ -76,13 +76,12 @@ class Prefetched:
             self._thread = None
 
     def _run(self, made, stop):
-        device = self.batches.device
-        if device.type == 'cuda':  # a new thread's current device is the first one
-            torch.cuda.set_device(device)
-        while not stop.is_set():
-            try:
+        try:
+            device = self.batches.device
+            if device.type == 'cuda':  # a new thread's current device is the first one
+                torch.cuda.set_device(device)
+            while not stop.is_set():
                 batch = self.batches.next()
                 made.put((self.batches.state, batch, None))
-            except BaseException as e:  # raised by `next`
-                made.put((None, None, e))
-                return
+        except BaseException as e:  # raised by `next`
+            made.put((None, None, e))

@@ -132,7 +132,7 @@ def test_a_process_that_ends_while_its_thread_is_at_work_ends_well(tmp_path):
         import torch
         from training.prefetch import Prefetched
         class Endless:
-            state = None
+            state, device = None, torch.device('cpu')
             def next(self):
                 for _ in range(200):
                     torch.randn(300, 300) @ torch.randn(300, 300)
