@@ -1,4 +1,6 @@
 """Prints rich tables in which no number is cut."""
+import re
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -22,8 +24,8 @@ def print_table(console: Console, table: Table, title: str = '') -> None:
         if column.overflow == 'fold':
             continue
         pieces = [str(cell) for cell in (column.header, *column.cells)]
-        if not column.no_wrap:
-            pieces = ' '.join(pieces).split()
+        if not column.no_wrap:  # the first word of a cell keeps its indentation
+            pieces = [word for text in pieces for word in re.findall(r'^\s*\S+|\S+', text)]
         column.min_width = max(map(len, pieces), default=0)
     if title:
         console.print(Text(title, style='italic'), soft_wrap=True)
