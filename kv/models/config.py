@@ -90,14 +90,12 @@ def completed(config: dict) -> tuple[dict, str]:
         return text_of(config), ''
     try:
         found = cls.from_dict(config).get_text_config(decoder=True)
-        # properties among them may raise, too
-        generic = {name: getattr(found, name, None) for name in GENERIC}
-    except Exception as e:  # whatever a class raises for contradictory settings
+        settings = found.to_dict()
+        for name in GENERIC:  # `layer_types` replaces older forms of itself
+            if settings.get(name) is None and getattr(found, name, None) is not None:
+                settings[name] = getattr(found, name)
+    except Exception as e:  # whatever a class or one of its properties raises
         raise UserError(f"this config is not valid for transformers' {cls.__name__}: "
                         f"{' '.join(str(e).split())[:300]}") from e
-    settings = found.to_dict()
-    for name in GENERIC:  # `layer_types` replaces older forms of itself
-        if settings.get(name) is None and generic[name] is not None:
-            settings[name] = generic[name]
     settings |= {key: config[key] for key in ('dtype', 'torch_dtype') if config.get(key)}
     return settings, f'transformers {transformers.__version__}, {type(found).__name__}'

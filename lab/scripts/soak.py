@@ -64,6 +64,7 @@ class Child(subprocess.Popen):
 
     def __init__(self, folder: Path, out_dir: Path):
         self.out_dir, self.log = out_dir, folder / 'log.txt'
+        self.stale = self.temporary()  # of a process that was killed
         found = peek(out_dir / 'ckpt.pt')
         self.start = found[1] if found else 0
         settings = SETTINGS | dict(out_dir=out_dir, init_from='resume' if found else 'scratch')
@@ -91,7 +92,10 @@ class Child(subprocess.Popen):
 
     def writing(self) -> bool:
         """Whether it is writing a checkpoint, or was when it died."""
-        return (self.out_dir / f'.ckpt.pt.{self.pid}.tmp').exists()
+        return not self.temporary() <= self.stale
+
+    def temporary(self) -> set[Path]:
+        return set(self.out_dir.glob('.ckpt.pt.*.tmp'))
 
 
 def train_to_end(folder: Path, out_dir: Path, show) -> None:

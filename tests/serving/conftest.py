@@ -74,7 +74,8 @@ class InProcess:
     """An application and its started worker. logged: lines of the request log."""
 
     def __init__(self, rows=3, max_waiting=8, keys=(), timeout=60.0, max_body=20_000, page=True,
-                 model=MODEL, tokenizer=TOKENIZER, cors='', shared_prefix=False, **settings):
+                 model=MODEL, tokenizer=None, cors='', shared_prefix=False, **settings):
+        tokenizer = tokenizer or TOKENIZER  # a test may replace it
         settings = dict(prefix_budget=10 ** 6) | settings
         self.engine = Engine(model, rows, LONGEST, page_size=4, prefill_chunk=16,
                              tokenizer=tokenizer, **settings)

@@ -71,7 +71,7 @@ class Client:
 def test_64_streams_of_which_a_tenth_leave_for_a_minute(running):
     for text in TEXTS:  # before the clock starts
         [expected(text, seed) for seed in range(3)]
-    server, tally = running(rows=16, max_waiting=CLIENTS, prefix_budget=20_000), Counter()
+    server, tally = running(rows=16, max_waiting=2 * CLIENTS, prefix_budget=20_000), Counter()
 
     async def all_of_them():
         deadline = time.monotonic() + SECONDS
