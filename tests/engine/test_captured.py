@@ -118,7 +118,8 @@ def test_steps_of_many_sizes_are_compiled(monkeypatch):
     torch._dynamo.reset()
     compiled = functools.partial(torch.compile, backend='eager')
     monkeypatch.setattr(torch, 'compile', compiled)
-    model = random_model(GPTConfig(**FULL_STACK), torch.float32)
+    model = random_model(GPTConfig(block_size=64, vocab_size=23, n_layer=1, n_head=2, n_embd=32),
+                         torch.float32)
     for kv_dtype in ('float32', 'int8'):
         cache = model.new_cache(16, 8, kv_dtype)
         CapturedDecode(model, cache, compiled=True).prepare(1, 2, 4, 8, 16)
