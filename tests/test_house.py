@@ -24,16 +24,16 @@ CORE_TOKENS = 15_500
 # number. These are the sizes of today; the aim is 24,000 lines without tests, 22,500 of tests.
 BUDGETS = {
     'train.py sample.py chat.py serve.py ablate.py bench.py': 1_040,
-    'lab/': 10_250,
+    'lab/': 9_949,
     'serving/': 1_490,
     'interop/': 2_040,
-    'training/': 4_245,
+    'training/': 4_229,
     'engine/': 5_330,
     'attention/kernels/': 820,
     'kv/': 1_945,  # without the core
     'data/': 2_795,
     'config/ configurator.py': 2_000,
-    'tests/': 31_350,
+    'tests/': 31_168,
 }
 house = pytest.mark.house
 

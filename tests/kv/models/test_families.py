@@ -6,7 +6,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from kv.models import engines
 from kv.models.config import completed
 from kv.models.memory import memory_of
-from lab.scripts.kv_calculators import cache_nbytes
 from tests.helpers.hf_families import FAMILIES
 
 QUICK = ['gemma3n_text', 'deepseek_v32', 'qwen3_next', 'falcon_h1']
@@ -19,11 +18,15 @@ TOLD = {'modernbert-decoder': ['local_attention'], 'nemotron_h': ['mtp_layers_bl
 
 def nbytes(cache, model) -> int:
     """Bytes of a cache's tensors, and of states that are kept elsewhere."""
+    values = [value for layer in cache.layers for value in vars(layer).values()]
+    tensors = [x for value in values
+               for x in (value.values() if isinstance(value, dict) else [value])]
+    kept = sum(x.nbytes for x in tensors if torch.is_tensor(x) and x.dim() > 1)
+
     found = [getattr(cache, 'linear_cache', [])]
     found += [[value for name, value in vars(module).items() if 'state' in name]
               for module in model.modules() if model.config.model_type in STATES_IN_MODULES]
-    states = sum(x.nbytes for each in found for x in each if torch.is_tensor(x))
-    return cache_nbytes(cache) + states
+    return kept + sum(x.nbytes for each in found for x in each if torch.is_tensor(x))
 
 
 def check(family, prompts, batches):
