@@ -83,7 +83,7 @@ lookup: $(VENV)/.installed-test  ## how many facts a cache holds for its bytes (
 	$(BIN)/python ablate.py config/ablate_lookup.py --jobs=2
 
 bench-cpu: $(VENV)/.installed-test  ## decoding, prefill and serving on this CPU (about an hour; finished runs are kept)
-	$(BIN)/python lab/scripts/bench_cpu.py
+	PYTHON=$(BIN)/python lab/scripts/bench_cpu.sh
 
 ablate-smoke: $(VENV)/.installed-test data  ## the ladder of tiny models, with its report (a minute or two on 2 cores)
 	$(BIN)/python ablate.py config/ablate_smoke.py
@@ -95,8 +95,8 @@ ablate: $(VENV)/.installed-test data recall  ## from vanilla GPT-2 to the full s
 soak: $(VENV)/.installed  ## training killed 20 times at any moment, against training left alone (a few minutes on 2 cores)
 	$(BIN)/python lab/scripts/soak.py
 
-nanogpt: $(VENV)/.installed  ## nanoGPT (make nanogpt NANOGPT=folder) beside ours: losses, checkpoints, speed (under half an hour)
-	$(BIN)/python lab/scripts/nanogpt_parity.py $(NANOGPT)
+nanogpt: $(VENV)/.installed  ## nanoGPT (make nanogpt NANOGPT=folder) beside ours: losses, checkpoints, speed (half an hour; PARTS="curves speed": less)
+	$(BIN)/python lab/scripts/nanogpt_parity.py $(NANOGPT) $(PARTS)
 
 docs: $(VENV)/.installed  ## write the numbers of results/ into README.md and docs/
 	$(BIN)/python -m lab.pages

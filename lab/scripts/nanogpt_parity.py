@@ -2,15 +2,12 @@
 speed, the CPU recipe.
 
     git clone https://github.com/karpathy/nanoGPT
-    python lab/scripts/nanogpt_parity.py nanoGPT                 # all; half an hour on 2 cores
-    python lab/scripts/nanogpt_parity.py nanoGPT --parts curves exchange
-    python lab/scripts/nanogpt_parity.py --table                 # only remake the table
+    python lab/scripts/nanogpt_parity.py nanoGPT                   # all; half an hour on 2 cores
+    python lab/scripts/nanogpt_parity.py nanoGPT curves exchange   # some of the parts
 
-Keeps nothing of nanoGPT. Writes results/nanogpt/PART.json and results/nanogpt/README.md.
+Keeps nothing of nanoGPT. Writes results/nanogpt/PART.json.
 """
-import argparse
 import importlib.util
-import json
 import os
 import platform
 import re
@@ -27,9 +24,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from config.errors import UserError
-from configurator import parse, run_program
+from configurator import run_program
 from data.datasets import DATA_ROOT, ensure_dataset
 from data.tokenfiles import open_tokens
+from lab.benchmarks.setting import write_json
 from model import GPT
 from training.checkpoint import load_checkpoint
 from training.load_model import model_of
@@ -39,6 +37,7 @@ RESULTS = ROOT / 'results' / 'nanogpt'
 RECIPE = ['config/train_shakespeare_char.py', '--device=cpu', '--compile=False', '--eval_iters=20',
           '--log_interval=1', '--block_size=64', '--batch_size=12', '--n_layer=4', '--n_head=4',
           '--n_embd=128', '--max_iters=2000', '--lr_decay_iters=2000', '--dropout=0.0']
+TOKENS = 12 * 64  # in a step
 SHORT = ['--eval_interval=100', '--max_iters=100', '--always_save_checkpoint=True']
 # nanoGPT's evaluations advance the generator of its training batches, so they are turned off here
 NO_DRAWS = {'nanoGPT': ['--eval_iters=0'], 'ours': ['--eval_iters=1']}
@@ -80,8 +79,7 @@ class Programs:
 
 
 def our_model(path: Path) -> GPT:
-    checkpoint = load_checkpoint(path)
-    return model_of(checkpoint, path).eval()
+    return model_of(load_checkpoint(path), path).eval()
 
 
 @torch.inference_mode()
@@ -100,8 +98,7 @@ def losses(output: str) -> dict[int, float]:
 
 
 def difference(a: dict, b: dict) -> float:
-    if a.keys() != b.keys():
-        raise UserError(f'the runs logged different iterations, the last {max(a)} and {max(b)}')
+    assert a.keys() == b.keys(), 'the runs logged different iterations'
     return max(abs(a[it] - b[it]) for it in a)
 
 
@@ -163,8 +160,7 @@ def speed(programs: Programs, rounds: int = 7, steps: int = 150) -> dict:
             steady = [float(ms) for it, _, ms in STEP.findall(output) if int(it) >= 30]
             times[name].append(statistics.median(steady))
     ratios = [a / b for a, b in zip(times['nanoGPT'], times['ours'])]
-    tokens = setting()['B'] * setting()['T']
-    per_second = {name: tokens / statistics.median(ms) * 1e3 for name, ms in times.items()}
+    per_second = {name: TOKENS / statistics.median(ms) * 1e3 for name, ms in times.items()}
     return {'rounds': rounds, 'steps': steps, 'step_ms': times, 'tokens_per_second': per_second,
             'ratio': {'median': statistics.median(ratios), 'min': min(ratios), 'max': max(ratios)}}
 
@@ -185,84 +181,20 @@ def recipe(programs: Programs) -> dict:
 PARTS = {'curves': curves, 'exchange': exchange, 'speed': speed, 'recipe': recipe}
 
 
-def setting() -> dict:
-    """The shape shared by all parts; W=0 means no window."""
-    s = parse('train', RECIPE, echo=False)
-    return {'dataset': s.dataset, 'dtype': 'float32', 'B': s.batch_size, 'T': s.block_size,
-            'W': s.window_size, 'n_layer': s.n_layer, 'n_head': s.n_head, 'n_embd': s.n_embd}
+def main(argv=None):
+    folder, *parts = (sys.argv[1:] if argv is None else argv) or ['']
+    nanogpt, parts = Path(folder), parts or list(PARTS)
+    if not folder or not (nanogpt / 'model.py').is_file() or not PARTS.keys() >= set(parts):
+        raise UserError(f"give a checkout of nanoGPT, and parts of {', '.join(PARTS)}")
 
-
-def table(found: dict) -> str:
-    """Return the Markdown page made from the parts."""
-    rows = []
-    if 'curves' in found:
-        c = found['curves']
-        rows += [(f"largest difference of a logged loss (4 decimals) over {c['steps']} steps",
-                  f"{c['max_loss_difference']:.1e}"),
-                 ('largest difference of a weight after them', f"{c['max_weight_difference']:.1e}")]
-    for writer in ('nanoGPT', 'ours') if 'exchange' in found else ():
-        e = found['exchange'][writer]
-        rows += [(f'checkpoint written by {writer}: largest difference of a logit',
-                  f"{e['max_logit_difference']:.1e}"),
-                 (f"... greedy text past block_size, {e['greedy_tokens']} tokens, float64",
-                  'equal' if e['greedy_equal'] else 'DIFFERENT'),
-                 ('... largest difference of a loss in 20 resumed steps',
-                  f"{e['max_loss_difference_resumed']:.1e}")]
-    if 'speed' in found:
-        s, ratio = found['speed'], found['speed']['ratio']
-        rows += [(f"training tokens/s, nanoGPT / ours (median of {s['rounds']} alternating runs)",
-                  ' / '.join(f'{x:,.0f}' for x in s['tokens_per_second'].values())),
-                 ('ours over nanoGPT, median (min to max)',
-                  '{median:.3f} ({min:.3f} to {max:.3f})'.format(**ratio))]
-    if 'recipe' in found:
-        r = found['recipe']
-        both = r['nanoGPT'], r['ours']
-        rows += [('CPU recipe, validation loss over the whole split, nanoGPT / ours '
-                  f"(published {r['published']}, on sampled batches)",
-                  ' / '.join(f"{x['val_loss']:.4f}" for x in both)),
-                 ('... last logged by each (20 sampled batches)',
-                  ' / '.join(f"{x['logged_val_losses'][-1]:.4f}" for x in both))]
-    facts = next(iter(found.values()))
-    lines = ['# nanoGPT beside nanoKV', '',
-             'nanoGPT {nanogpt}; {dataset}, {hardware}, {threads} threads, torch {torch}, {dtype}, '
-             'B={B}, T={T}, no windows, {n_layer} layers, {n_head} heads, width {n_embd}. Made by '
-             '`python lab/scripts/nanogpt_parity.py NANOGPT_FOLDER`.'.format(**facts),
-             '', '| what | measured |', '|---|---|']
-    return '\n'.join([*lines, *(f'| {what} | {value} |' for what, value in rows), ''])
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('nanogpt', nargs='?', type=Path, help='a checkout of nanoGPT')
-    parser.add_argument('--parts', nargs='+', default=list(PARTS), choices=PARTS, metavar='PART',
-                        help=f"of {', '.join(PARTS)}")
-    parser.add_argument('--table', action='store_true', help='only remake the table')
-    args = parser.parse_args()
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    if not args.table:
-        measure(args.nanogpt, args.parts)
-    paths = {part: RESULTS / f'{part}.json' for part in PARTS}
-    found = {part: json.loads(path.read_text()) for part, path in paths.items() if path.is_file()}
-    if not found:
-        raise UserError(f'no results in {RESULTS} yet: give a checkout of nanoGPT')
-    (RESULTS / 'README.md').write_text(table(found))
-    print(table(found))
-
-
-def measure(nanogpt: Path | None, parts: list[str]) -> None:
-    if nanogpt is None or not (nanogpt / 'model.py').is_file():
-        raise UserError(f'{nanogpt} is not a checkout of nanoGPT: give the folder with its '
-                        'train.py and model.py')
-    command = ['git', '-C', str(nanogpt), 'rev-parse', '--short', 'HEAD']
+    command = ['git', '-C', folder, 'rev-parse', '--short', 'HEAD']
     commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     facts = {'nanogpt': commit, 'hardware': f'{os.cpu_count()} CPU cores ({platform.machine()})',
-             'threads': torch.get_num_threads(), 'torch': torch.__version__} | setting()
+             'threads': torch.get_num_threads(), 'torch': torch.__version__, 'arguments': RECIPE}
     with tempfile.TemporaryDirectory() as work:
         programs = Programs(nanogpt, Path(work))
         for part in parts:
-            document = json.dumps(facts | PARTS[part](programs), indent=1)
-            (RESULTS / f'{part}.json').write_text(document + '\n')
+            write_json(str(RESULTS / f'{part}.json'), facts | PARTS[part](programs))
 
 
 if __name__ == '__main__':
