@@ -92,8 +92,8 @@ ablate: $(VENV)/.installed-test data recall  ## from vanilla GPT-2 to the full s
 	$(BIN)/python ablate.py config/ablate_prices.py --jobs=2
 	$(BIN)/python ablate.py config/ablate_long.py --jobs=2
 
-soak: $(VENV)/.installed  ## training killed 20 times at any moment, against training left alone (a few minutes on 2 cores)
-	$(BIN)/python lab/scripts/soak.py
+soak: $(VENV)/.installed-test  ## training killed 20 times at any moment, against training left alone (a few minutes on 2 cores)
+	KILLS=20 $(BIN)/python -m pytest -q -s tests/training/test_soak.py
 
 nanogpt: $(VENV)/.installed  ## nanoGPT (make nanogpt NANOGPT=folder) beside ours: losses, checkpoints, speed (half an hour; PARTS="curves speed": less)
 	$(BIN)/python lab/scripts/nanogpt_parity.py $(NANOGPT) $(PARTS)

@@ -1,0 +1,108 @@
+"""A run that is killed again and again, at any moment, ends as a run that was left alone.
+
+`make soak` kills it 20 times.
+"""
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from itertools import cycle, islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.programs.support import HARD, LAUNCH, TINY, flags, make_tiny
+from training.checkpoint import load_checkpoint
+from training.checkpoint_manager import peek
+from training.log import read_metrics
+
+KILLS = int(os.environ.get('KILLS', 3))
+EVERY = 10  # iterations between checkpoints
+SETTINGS = dict(  # a checkpoint of 21 MB, so that writing it takes a while
+    TINY, n_layer=4, n_head=4, n_embd=192, batch_size=2, max_iters=20 * KILLS, eval_interval=50,
+    lr_decay_iters=20 * KILLS, checkpoint_interval=EVERY, keep_checkpoints=3, **HARD)
+MOMENTS = 'writing', 'training', 'starting', 'writing', 'training', 'writing'
+STARTING = 4.0  # seconds: the longest time from the start of the process to a kill
+COMPARED = {'iter', 'loss', 'lr', 'grad_norm', 'train_loss', 'val_loss'}  # the rest are timings
+
+
+def start(data: Path, out: Path) -> subprocess.Popen:
+    """Train, or go on training, in a process."""
+    begin = 'resume' if peek(out / 'ckpt.pt') else 'scratch'
+    command = [sys.executable, '-c', LAUNCH.format('train'), str(data),
+               *flags(SETTINGS | dict(out_dir=out, init_from=begin))]
+    return subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, text=True)
+
+
+def resumes_from(out: Path) -> int:
+    found = peek(out / 'ckpt.pt')
+    return found[1] if found else 0
+
+
+def kill(data: Path, out: Path, when: str, iterations: int, rng: random.Random) -> bool:
+    """Train for so many iterations and then kill: at once, or while the next checkpoint is being
+    written. Returns whether it was being written."""
+    stale = set(out.glob('.ckpt.pt.*.tmp'))  # of a process that was killed
+    reached = resumes_from(out)
+    with start(data, out) as process:
+        try:
+            if when == 'starting':
+                time.sleep(rng.uniform(0, STARTING))
+            else:
+                logged = (line for line in process.stdout if line.startswith('iter '))
+                reached += len(list(islice(logged, iterations)))
+                time.sleep(rng.uniform(0, 0.05))
+            while when == 'writing' and process.poll() is None:
+                if set(out.glob('.ckpt.pt.*.tmp')) - stale:
+                    break
+                time.sleep(0.0005)
+        finally:
+            process.kill()
+        rest = process.stdout.read()
+    assert process.returncode == -signal.SIGKILL, rest
+    reached += rest.count('\niter ') + rest.startswith('iter ')
+
+    inside = not set(out.glob('.ckpt.pt.*.tmp')) <= stale
+    print(f"killed {'inside checkpoint writing' if inside else f'while {when}'} after {reached} "
+          f'iterations, of which {resumes_from(out)} are kept')
+    assert reached - resumes_from(out) <= EVERY
+    return inside
+
+
+def outcome(out: Path):
+    """(rows of the log without timings, iterations of the files, weights and moments) of a run."""
+    rows = [{key: value for key, value in row.items() if key in COMPARED}
+            for row in read_metrics(out / 'metrics.jsonl')]
+    # a run killed before its first checkpoint leaves a metrics_old.jsonl
+    files = {path.name: (peek(path) or ('', None))[1] for path in out.iterdir()
+             if path.suffix != '.jsonl'}
+    checkpoint = load_checkpoint(out / 'ckpt.pt')
+    moments = [x for state in checkpoint['optimizer']['state'].values() for x in state.values()]
+    return rows, files, [*checkpoint['model'].values(), *moments]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_ends_as_one_left_alone(tmp_path):
+    make_tiny(tmp_path)
+    alone, killed, rng = tmp_path / 'alone', tmp_path / 'killed', random.Random(1)
+    inside = 0
+    for k, when in enumerate(islice(cycle(MOMENTS), KILLS)):
+        # leave some for later kills
+        most = (SETTINGS['max_iters'] - resumes_from(killed)) // (KILLS - k + 1)
+        iterations = rng.randint(min(EVERY + 1, most), most)
+        inside += kill(tmp_path, killed, when, iterations, rng)
+    assert inside and resumes_from(killed)
+
+    for out in (alone, killed):
+        with start(tmp_path, out) as process:
+            said = process.stdout.read()
+        assert process.returncode == 0, said
+    (rows, files, tensors), (wanted, its_files, its_tensors) = outcome(killed), outcome(alone)
+    assert rows == wanted and len(rows) == SETTINGS['max_iters'] + 1
+    assert {'loss', 'lr', 'grad_norm', 'train_loss', 'val_loss'} <= set().union(*rows)
+    assert files == its_files
+    assert all(torch.equal(a, b) for a, b in zip(tensors, its_tensors, strict=True))
