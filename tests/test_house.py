@@ -24,16 +24,16 @@ CORE_TOKENS = 15_500
 # number. These are the sizes of today; the aim is 24,000 lines without tests, 22,500 of tests.
 BUDGETS = {
     'train.py sample.py chat.py serve.py ablate.py bench.py': 1_040,
-    'lab/': 9_949,
+    'lab/': 9_514,
     'serving/': 1_490,
     'interop/': 2_040,
-    'training/': 4_229,
+    'training/': 4_155,
     'engine/': 5_330,
     'attention/kernels/': 820,
     'kv/': 1_945,  # without the core
     'data/': 2_795,
     'config/ configurator.py': 2_000,
-    'tests/': 31_168,
+    'tests/': 31_148,
 }
 house = pytest.mark.house
 

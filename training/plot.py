@@ -4,13 +4,11 @@
     python -m training.plot out-vanilla out-mqa-local --out=compare.png --x=tokens
     python -m training.plot out --smooth=50 --log_y
 
-The upper panel shows the training loss as logged (points), its running mean (dashed) and the
-validation loss (circles on a line); the lower ones, if logged, the gradient norm before clipping
-and the learning rate. A table on the terminal lists the last and best validation loss of each run.
+The figure shows the training loss as logged (points), its running mean (dashed) and the validation
+loss (circles on a line). A table on the terminal lists the last and best losses of each run.
 """
 from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
 import argparse
-import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +26,8 @@ from training.plotting import plain_log_ticks, save, subplots
 # Okabe and Ito's palette for colour-blind readers (https://jfly.uni-koeln.de/color/), less yellow
 COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#56B4E9', '#E69F00', '#000000')
 MOST_LOGGED = 3  # with more runs, the points of the logged losses would hide the lines
-DASHES = ('-', '--', ':', '-.')  # the eighth run reuses the first colour with the next style
-DASHED = dict(linestyle=(0, (4, 2)))  # running means
-X_LABELS = {'iter': 'iteration', 'tokens': 'training tokens',
-            'time': 'training time without evaluations'}
+UNITS = {'iter': ('iteration', 1), 'tokens': ('training tokens (millions)', 1e6),
+         'time': ('training time without evaluations (minutes)', 60)}
 
 
 @dataclass
@@ -44,16 +40,12 @@ class Curves:
     x: dict[str, np.ndarray]
     loss: np.ndarray
     val_loss: np.ndarray
-    lr: np.ndarray
-    grad_norm: np.ndarray
     tokens_per_second: np.ndarray
 
 
 def read_run(folder: str) -> Curves:
     """Read the curves in `folder`/metrics.jsonl. Raises UserError if there are none."""
     path = Path(folder) / 'metrics.jsonl'
-    if not Path(folder).is_dir():
-        raise UserError(f'no folder {folder!r}: give the out_dir of a run')
     if not path.is_file():
         raise UserError(f'no metrics.jsonl in {folder!r}: give the out_dir of a run of train.py')
     try:
@@ -62,7 +54,7 @@ def read_run(folder: str) -> Curves:
         raise UserError(f'{path} cannot be read: {e}') from e
     if not rows:
         raise UserError(f'{path} has no complete line: nothing was logged yet')
-    names = ('iter', 'loss', 'val_loss', 'lr', 'grad_norm', 'time_ms', 'tokens_per_second')
+    names = ('iter', 'loss', 'val_loss', 'time_ms', 'tokens_per_second')
     columns = {name: _column(rows, name, path) for name in names}
     missing_iter = np.isnan(columns['iter'])
     if missing_iter.any():
@@ -111,104 +103,38 @@ def draw(runs: list[Curves], path: Path, x: str = 'iter', smooth: int = 0,
         if np.isnan(run.x[x]).any():
             raise UserError(f'{run.name}: its metrics.jsonl has lines without time_ms or '
                             'tokens_per_second: use --x=iter')
-    unit, scale = unit_of(x, max(run.x[x].max() for run in runs))
-    curves = [(run.x[x] / scale, running_mean(run.loss, _width(run, smooth)), run) for run in runs]
-    panels = {'grad_norm': functools.partial(_draw_norms, smooth=smooth), 'lr': _draw_rates}
-    below = [panel for name, panel in panels.items()
-             if not all(np.isnan(getattr(run, name)).all() for run in runs)]
-    with subplots(1 + len(below), sharex=True, squeeze=False, figsize=(8, 4.2 + 0.8 * len(below)),
-                  layout='constrained', height_ratios=[5] + [1] * len(below)) as (figure, axes):
-        _draw_losses(axes[0, 0], curves, log_y)
-        for axis, panel in zip(axes[1:, 0], below):
-            panel(axis, curves)
-        for axis in axes[:, 0]:
-            axis.set_axisbelow(True)  # the grid under the points
-        axes[-1, 0].set_xlabel(X_LABELS[x] + unit)
-        axes[-1, 0].xaxis.set_major_formatter(lambda value, _: f'{value:,g}')
+    label, unit = UNITS[x]
+    with subplots(figsize=(8, 5), layout='constrained') as (figure, axis):
+        for k, (run, name) in enumerate(zip(runs, short_names([run.name for run in runs]))):
+            _draw_lines(axis, run, run.x[x] / unit, smooth, name, COLOURS[k % len(COLOURS)])
+        if log_y and 0 < axis.dataLim.y0 < math.inf:
+            axis.set_yscale('log')
+            plain_log_ticks(axis.yaxis, *axis.dataLim.intervaly, subs=(1, 2, 3, 5))
+
+        limits = axis.get_ylim()  # single losses may lie outside
+        for k, run in enumerate(runs if len(runs) <= MOST_LOGGED else []):
+            axis.plot(run.x[x] / unit, run.loss, '.', color=COLOURS[k], alpha=0.25, markersize=4,
+                      markeredgewidth=0, zorder=1)
+        axis.set_ylim(limits)
+        axis.set(xlabel=label, ylabel='loss (nats per token)')
+        axis.xaxis.set_major_formatter(lambda value, _: f'{value:,.10g}')
+        axis.set_axisbelow(True)  # the grid under the points
+        axis.set_title('points: training loss    dashed: its running mean    '
+                       'circles: validation loss', loc='left', fontsize=8, color='#666666')
+        axis.legend(loc='upper right', title='run (best validation loss)', title_fontsize=8)
         save(figure, path, dpi=150)
 
 
-def _width(run, smooth):
-    return smooth or max(1, len(run.loss) // 50)
+def _draw_lines(axis, run, x, smooth, name, colour):
+    mean = running_mean(run.loss, smooth or max(1, len(run.loss) // 50))
+    axis.plot(x, mean, '--', color=colour, linewidth=1.2)
 
-
-def _style(k):
-    return dict(color=COLOURS[k % len(COLOURS)], linestyle=DASHES[k // len(COLOURS) % len(DASHES)])
-
-
-def _draw_logged(axis, k, x, y, mean, points):
-    if points:
-        axis.plot(x, y, '.', zorder=1, color=COLOURS[k % len(COLOURS)], alpha=0.5, markersize=5,
-                  markeredgewidth=0)
-    axis.plot(x, mean, linewidth=1.1, alpha=0.65, zorder=2, **_style(k) | DASHED)
-
-
-def _draw_losses(axis, curves, log_y):
-    names = short_names([run.name for _, _, run in curves])
-    logged = len(curves) <= MOST_LOGGED
-    for k, (x, mean, run) in enumerate(curves):
-        evaluated = ~np.isnan(run.val_loss)
-        label = names[k].replace('$', r'\$')  # matplotlib's $ starts a formula
-        if evaluated.any():
-            label += f' ({np.nanmin(run.val_loss):.4f})'
-        _draw_logged(axis, k, x, run.loss, mean, logged)
-        axis.plot(x[evaluated], run.val_loss[evaluated], linewidth=1.6, marker='o',
-                  markersize=4.5, markeredgecolor='white', markeredgewidth=0.7, zorder=3,
-                  label=label, **_style(k))
-    low, high = loss_range(curves)
-    margin = 0.05 * (high - low)
-    limits = low - margin, high + margin
-    if log_y and low > 0:
-        axis.set_yscale('log')
-        plain_log_ticks(axis.yaxis, low, high, subs=(1, 2, 3, 5))
-        margin = (high / low) ** 0.05
-        limits = low / margin, high * margin
-    if high > low:
-        axis.set_ylim(*limits)
-    axis.set_ylabel('loss (nats per token)')
-    title = 'dashed: running mean of the training loss    circles: validation loss'
-    if logged:
-        title = f'points: training loss as logged    {title}'
-    axis.set_title(title, loc='left', fontsize=8, color='#666666')
-    axis.legend(loc='upper right', title='run (best validation loss)', title_fontsize=8,
-                fontsize=8, alignment='left')
-
-
-def loss_range(curves) -> tuple[float, float]:
-    """Return the minimum and maximum of running means and validation losses; (0, 1) if none."""
-    losses = np.concatenate([y for _, mean, run in curves for y in (mean, run.val_loss)])
-    losses = losses[~np.isnan(losses)]
-    return (float(losses.min()), float(losses.max())) if len(losses) else (0.0, 1.0)
-
-
-def _draw_norms(axis, curves, smooth):
-    """Draw gradient norms on a logarithmic axis, because of spikes; zeros are left out."""
-    for k, (x, _, run) in enumerate(curves):
-        norm = np.where(run.grad_norm > 0, run.grad_norm, math.nan)
-        mean = running_mean(norm, _width(run, smooth))
-        _draw_logged(axis, k, x, norm, mean, len(curves) <= MOST_LOGGED)
-    low, high = axis.dataLim.intervaly
-    if 0 < low <= high < math.inf:
-        axis.set_yscale('log')
-        subs = (1, 3) if high < 30 * low else (1,)
-        plain_log_ticks(axis.yaxis, low, high, most=3, subs=subs)
-    axis.set_ylabel('grad norm')
-
-
-def _draw_rates(axis, curves):
-    for k, (x, _, run) in enumerate(curves):
-        axis.plot(x, run.lr, linewidth=1.2, **_style(k))
-    axis.set_ylabel('learning rate')
-    axis.set_ylim(bottom=0)
-    axis.ticklabel_format(axis='y', style='sci', scilimits=(-2, 3), useMathText=True)
-
-
-def unit_of(x: str, highest: float) -> tuple[str, float]:
-    """Return the unit of the x axis: a suffix for its label, and a divisor."""
-    units = {'iter': [('', 1.0)],
-             'tokens': [(' (billions)', 1e9), (' (millions)', 1e6), (' (thousands)', 1e3), ('', 1)],
-             'time': [(' (hours)', 3600.0), (' (minutes)', 60.0), (' (seconds)', 1.0)]}[x]
-    return next((unit for unit in units if highest >= 2 * unit[1]), units[-1])
+    evaluated = ~np.isnan(run.val_loss)
+    label = name.replace('$', r'\$')  # matplotlib's $ starts a formula
+    if evaluated.any():
+        label += f' ({np.nanmin(run.val_loss):.4f})'
+    axis.plot(x[evaluated], run.val_loss[evaluated], color=colour, marker='o', markersize=4.5,
+              markeredgecolor='white', markeredgewidth=0.7, zorder=3, label=label)
 
 
 def short_names(folders: list[str]) -> list[str]:
@@ -247,7 +173,7 @@ def main(argv=None):
                         help='folder with a metrics.jsonl, written by train.py')
     parser.add_argument('--out', metavar='FILE', help='figure to write: .png, .svg or .pdf '
                                                       '(loss.png in the first OUT_DIR)')
-    parser.add_argument('--x', default='iter', choices=tuple(X_LABELS),
+    parser.add_argument('--x', default='iter', choices=tuple(UNITS),
                         help='unit of the x axis (iter)')
     parser.add_argument('--smooth', default=0, type=int, metavar='N',
                         help='logged values in the running mean of the training loss '
