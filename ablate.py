@@ -25,9 +25,10 @@ from lab.ablation import cost
 from lab.ablation.jobs import ROOT, Job, run_jobs
 from lab.ablation.ladder import Ladder, read_ladder, slug_of
 from lab.ablation.report import show, write_report
-from lab.ablation.results import Results, read_json, write_json
+from lab.ablation.results import Results, read_json
 from lab.ablation.summary import recall_of, summarize
 from lab.benchmarks.setting import numbers
+from lab.files import write_json
 from training.device import pick_device
 from training.plotting import pyplot
 

@@ -44,7 +44,8 @@ import json
 import configurator
 from data.datasets import DATA_ROOT
 from lab.benchmarks.report import TABLES, show
-from lab.benchmarks.setting import check_against, check_target, write_json
+from lab.benchmarks.setting import check_against, check_target
+from lab.files import write_json
 from training.device import check_seed
 
 

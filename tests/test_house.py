@@ -24,7 +24,7 @@ CORE_TOKENS = 15_500
 # number. These are the sizes of today; the aim is 24,000 lines without tests, 22,500 of tests.
 BUDGETS = {
     'train.py sample.py chat.py serve.py ablate.py bench.py': 1_040,
-    'lab/': 9_514,
+    'lab/': 9_510,
     'serving/': 1_490,
     'interop/': 2_040,
     'training/': 4_155,
@@ -33,7 +33,7 @@ BUDGETS = {
     'kv/': 1_945,  # without the core
     'data/': 2_795,
     'config/ configurator.py': 2_000,
-    'tests/': 31_148,
+    'tests/': 31_146,
 }
 house = pytest.mark.house
 

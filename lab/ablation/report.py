@@ -5,7 +5,7 @@ from kv.console import output
 from lab.ablation import tables
 from lab.ablation.page import page
 from lab.ablation.pictures import TITLES, not_drawn, write_all
-from lab.ablation.results import write_json, write_whole
+from lab.files import write_json, write_whole
 
 
 def write_report(summary: dict, folder, also_as: str = '') -> None:

@@ -6,8 +6,8 @@ import textwrap
 from pathlib import Path
 
 from config.errors import UserError
-from config.files import replacing
 from lab.ablation.ladder import digest
+from lab.files import write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / 'results'
@@ -19,20 +19,6 @@ CORE += sorted(str(path.relative_to(ROOT)) for path in (ROOT / 'attention').glob
 def core_digest() -> str:
     """Return a digest of the sources of the core (docs/architecture.md)."""
     return digest([(ROOT / path).read_text(encoding='utf-8') for path in CORE])
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically. Raises UserError if it cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
-            temporary.write_text(text, encoding='utf-8')
-    except OSError as e:
-        raise UserError(f'{path} cannot be written: {e}') from e
-
-
-def write_json(path: Path, document) -> None:
-    write_whole(path, json.dumps(document, indent=1) + '\n')
 
 
 def read_json(path: Path):

@@ -1,7 +1,6 @@
 """Code common to the modes of bench.py: checked settings, models with random weights, caches, and
 the facts about the run (hardware, versions, dtypes) that every result file contains."""
 import dataclasses
-import json
 import os
 import platform
 import re
@@ -11,7 +10,6 @@ from pathlib import Path
 import torch
 
 from config.errors import UserError, at_least
-from config.files import replacing
 from config.gpt_config import GPTConfig
 from config.schema import MODEL
 from config.sizes import physical_memory
@@ -214,12 +212,3 @@ def check_target(path: str) -> None:
         raise UserError(f'save={path!r}: there is no folder {folder}/ to write it in')
     if not os.access(folder, os.W_OK):
         raise UserError(f'save={path!r}: {folder}/ cannot be written to')
-
-
-def write_json(path: str, document: dict) -> None:
-    """Replace `path` by `document` atomically: a reader never gets part of a file."""
-    try:
-        with replacing(Path(path)) as temporary:
-            temporary.write_text(json.dumps(document, indent=1) + '\n', encoding='utf-8')
-    except OSError as e:
-        raise UserError(f'save={path!r} cannot be written: {e.strerror}') from e

@@ -27,7 +27,7 @@ from config.errors import UserError
 from configurator import run_program
 from data.datasets import DATA_ROOT, ensure_dataset
 from data.tokenfiles import open_tokens
-from lab.benchmarks.setting import write_json
+from lab.files import write_json
 from model import GPT
 from training.checkpoint import load_checkpoint
 from training.load_model import model_of
@@ -194,7 +194,7 @@ def main(argv=None):
     with tempfile.TemporaryDirectory() as work:
         programs = Programs(nanogpt, Path(work))
         for part in parts:
-            write_json(str(RESULTS / f'{part}.json'), facts | PARTS[part](programs))
+            write_json(RESULTS / f'{part}.json', facts | PARTS[part](programs))
 
 
 if __name__ == '__main__':

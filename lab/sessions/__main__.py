@@ -31,7 +31,8 @@ from config.schema import MODEL
 from config.sizes import parse_bytes
 from kv.console import output
 from kv.plan import plan_kv
-from lab.benchmarks.setting import check_target, numbers, processor, write_json
+from lab.benchmarks.setting import check_target, numbers, processor
+from lab.files import write_json
 from lab.sessions import servers, soak, stall
 from lab.sessions.client import Client
 from lab.sessions.presets import PRESETS, make

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.dialogue import Dialogue, Template
-from lab.ablation import results
-from lab.benchmarks import setting
+from lab.files import write_json
 from training.log import RunLog
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,8 +20,7 @@ def write_metrics(path):
 
 
 @pytest.mark.parametrize('name, write', [
-    ('a.json', lambda path: results.write_json(path, {})),
-    ('a.json', lambda path: setting.write_json(str(path), {})),
+    ('a.json', lambda path: write_json(path, {})),
     ('chat.json', lambda path: Dialogue(None, Template('{name}:{text}\n')).save(path)),
     ('metrics.jsonl', write_metrics)])
 @pytest.mark.parametrize('hidden', ['.', ''])
