@@ -19,7 +19,8 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 from attention import causal_attention
-from attention.rope import RotaryTable, apply_rope, norm_and_rotate
+from attention.rope import (
+    RotaryTable, apply_rope, norm_and_rotate, offset_keys, split_by_speed)
 from config.errors import UserError
 from config.gpt_config import GPTConfig, model_args
 from kv.cache import KVCache
@@ -60,20 +61,24 @@ class CausalSelfAttention(nn.Module):
         self.n_head, self.dropout = config.n_head, config.dropout
         self.kv_quant_train = config.kv_quant_train
         self.backend, self.attend = 'auto', causal_attention  # training may replace `attend`
+
         # c_attn computes the heads of q | k | v, or of q | k; a latent is as wide as several heads
-        stored = [slot.n_kv_head * slot.head_dim // self.head_dim] * (2 - slot.tied)
-        self.head_counts = [self.n_head, *stored] if layer.owns else [self.n_head]
+        self.head_counts = [self.n_head]
+        if layer.owns:
+            n_stored = slot.n_kv_head * slot.head_dim // self.head_dim
+            self.head_counts += [n_stored] if slot.tied else [n_stored, n_stored]
         n_out = sum(self.head_counts) * self.head_dim
         self.c_attn = nn.Linear(config.n_embd, n_out, bias=config.bias)
         self.c_proj = nn.Linear(self.n_head * self.head_dim, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
-        norm = functools.partial(nn.RMSNorm, eps=1e-6)
-        self.q_norm = norm(self.head_dim) if config.qk_norm else None
-        self.k_norm = norm(slot.head_dim) if config.qk_norm and layer.owns else None
-        self.sink = nn.Parameter(torch.zeros(self.n_head)) if config.attn_sink else None
-        if slot.latent:  # K and V of all heads are made from it
-            up = self.n_head * self.head_dim, slot.head_dim
-            self.k_up, self.v_up = (nn.Parameter(torch.randn(up) * 0.02) for _ in 'kv')
+
+        self.q_norm = self.k_norm = self.sink = None
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6)
+            if layer.owns:
+                self.k_norm = nn.RMSNorm(slot.head_dim, eps=1e-6)
+        if config.attn_sink:
+            self.sink = nn.Parameter(torch.zeros(self.n_head))
 
     def forward(self, x, rope=None, kv=None, cache=None, trim=None):
         """x (B, t, C) -> (B, t, C), and the (K, V) that later layers of this slot read.
@@ -87,50 +92,79 @@ class CausalSelfAttention(nn.Module):
         q = norm_and_rotate(q, self.q_norm, rope)
         if self.layer.owns:
             kv = self.keys_and_values(own, rope, cache)
-        if cache is not None:
-            q = trim.last(q) if trim else q
-            y = self.attend_to_cache(q, kv, cache)
-            rope = [trim.last(table) for table in rope] if trim and rope else rope
+
+        if trim:  # K and V are complete: from here on, only the last token is needed
+            q = trim.last(q)
+            rope = rope and [trim.last(table) for table in rope]
+        if cache is None:
+            y = self.attend_to_sequence(q, *kv)
         else:
-            k, v = self.from_latent(kv) if self.slot.latent else kv
-            dropout_p = self.dropout if self.training else 0.0
-            y = self.attend(q, k, v, self.layer.window, dropout_p, self.backend, self.sink)
+            y, kv = self.attend_to_cache(q, kv, cache), None
         if self.slot.tied and rope:  # V is rotated: rotate back, so that only distances matter
-            y = apply_rope(y, rope[0], -rope[1])
-        return self.project(y), None if cache is not None else kv
+            cos, sin = rope
+            y = apply_rope(y, cos, -sin)
+        return self.project(y), kv
 
     def keys_and_values(self, own, rope, cache):
         """The K and V that an owner stores, each (B, Hkv, t, D), from c_attn's output."""
-        k = own[0].transpose(1, 2).flatten(2)[:, None] if self.slot.latent else own[0]
-        k = norm_and_rotate(k, self.k_norm, rope)
-        if self.slot.offset:  # the slower half of the rotated pairs (modded-nanogpt)
-            fast, slow = k.unflatten(-1, (2, 2, -1)).unbind(-2)       # (B, Hkv, t, 2, D/4)
-            first = cache.previous_key(self.layer, slow) if cache else slow.new_zeros(())
-            slow = torch.cat([first.expand_as(slow[:, :, :1]), slow[:, :, :-1]], dim=2)
-            k = torch.stack([fast, slow], dim=-2).flatten(-3)
+        k = norm_and_rotate(self.stored_heads(own[0]), self.k_norm, rope)
+        if self.slot.offset:
+            fast, slow = split_by_speed(k)
+            before = None if cache is None else cache.previous_key(self.layer, slow)
+            k = offset_keys(fast, slow, before)
         kv = [k] if self.slot.tied else [k, own[1]]
+
         # an int8 cache quantizes by itself
         if self.kv_quant_train == 'int8' and (cache is None or cache.kv_dtype != 'int8'):
             kv = [fake_quantize_int8(x) for x in kv]
         return kv[0], kv[-1]
 
-    def attend_to_cache(self, q, kv, cache):
-        if not self.slot.latent:
-            return cache.attend(self.layer, q, kv, self.sink)
-        # (q k_up) c = q (k_up c): multi-query attention to the latents (DeepSeek-V2, 2024)
-        k_up, v_up = (w.view(self.n_head, self.head_dim, -1) for w in (self.k_up, self.v_up))
-        q = q @ (k_up * (self.slot.head_dim / self.head_dim) ** 0.5)  # attention scales by width
-        return cache.attend(self.layer, q, kv, self.sink) @ v_up.transpose(1, 2)
+    def stored_heads(self, k):
+        """c_attn's keys (B, heads, t, D), as the slot stores them: (B, Hkv, t, slot's D)."""
+        return k
 
-    def from_latent(self, kv):
-        """K and V (B, H, t, D) of all heads, from the latents (B, 1, t, dc)."""
-        made = (F.linear(c[:, 0], w) for c, w in zip(kv, (self.k_up, self.v_up)))
-        return [x.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for x in made]
+    def attend_to_sequence(self, q, k, v):
+        """Attention within whole sequences, without a cache."""
+        dropout_p = self.dropout if self.training else 0.0
+        return self.attend(q, k, v, self.layer.window, dropout_p, self.backend, self.sink)
+
+    def attend_to_cache(self, q, kv, cache):
+        """Attention to everything in the cache, after it has stored kv (None in a reader)."""
+        return cache.attend(self.layer, q, kv, self.sink)
 
     def project(self, y):
         """y (B, H, t, D) -> (B, t, C)."""
         y = self.c_proj(y.transpose(1, 2).flatten(2))
         return self.resid_dropout(y) if self.training else y
+
+
+class LatentAttention(CausalSelfAttention):
+    """Attention whose slot stores one latent c per token, from which K and V of all heads are made:
+    multi-head latent attention (DeepSeek-V2, 2024)."""
+
+    def __init__(self, config: GPTConfig, layer: Layer, slot: Slot):
+        super().__init__(config, layer, slot)
+        shape = self.n_head * self.head_dim, slot.head_dim
+        self.k_up = nn.Parameter(torch.randn(shape) * 0.02)
+        self.v_up = nn.Parameter(torch.randn(shape) * 0.02)
+
+    def stored_heads(self, k):
+        return k.transpose(1, 2).flatten(2)[:, None]                  # (B, 1, t, dc)
+
+    def attend_to_sequence(self, q, k, v):
+        k, v = self.heads_from(k, self.k_up), self.heads_from(v, self.v_up)
+        return super().attend_to_sequence(q, k, v)
+
+    def heads_from(self, latent, up):
+        """latent (B, 1, t, dc), up (H * D, dc) -> (B, H, t, D)."""
+        return F.linear(latent[:, 0], up).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+
+    def attend_to_cache(self, q, kv, cache):
+        """(q k_up) c = q (k_up c): multi-query attention to the latents themselves."""
+        k_up = self.k_up.view(self.n_head, self.head_dim, -1)
+        v_up = self.v_up.view(self.n_head, self.head_dim, -1)
+        scale = (self.slot.head_dim / self.head_dim) ** 0.5  # attention scales by the width of c
+        return super().attend_to_cache(q @ (k_up * scale), kv, cache) @ v_up.transpose(1, 2)
 
 
 class MLP(nn.Module):
@@ -152,7 +186,8 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig, layer: Layer, slot: Slot):
         super().__init__()
         self.ln_1 = LayerNorm(config.n_embd, bias=config.bias)
-        self.attn = CausalSelfAttention(config, layer, slot)
+        attention = LatentAttention if slot.latent else CausalSelfAttention
+        self.attn = attention(config, layer, slot)
         self.ln_2 = LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
@@ -163,6 +198,24 @@ class Block(nn.Module):
 
     def feed_forward(self, x):
         return self.mlp(self.ln_2(x))
+
+
+def rotary_tables(config: GPTConfig, head_dim: int) -> dict[str, RotaryTable | None]:
+    """Kind of layer -> its rotary table; None = layers of this kind have no positions (NoPE)."""
+    theta, fraction = config.rope_theta_global or config.rope_theta, config.rope_fraction_global
+    table = RotaryTable(head_dim, config.rope_theta)
+    if fraction == 0.0:
+        return {LOCAL: table, GLOBAL: None}
+    if (theta, fraction) == (config.rope_theta, 1.0):
+        return {LOCAL: table, GLOBAL: table}
+    return {LOCAL: table, GLOBAL: RotaryTable(head_dim, theta, fraction)}
+
+
+def clamp_inputs(blocks: nn.Module, limit: float) -> None:
+    """Clamp the inputs of all Linear layers to +-limit, so that int8 represents them well."""
+    for module in blocks.modules():
+        if type(module) is nn.Linear:
+            module.register_forward_pre_hook(lambda _, x: (x[0].clamp(-limit, limit),))
 
 
 class GPT(nn.Module):
@@ -192,15 +245,10 @@ class GPT(nn.Module):
         ))
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight  # weight tying (Press & Wolf 2017)
-        theta = {LOCAL: (config.rope_theta, 1.0), GLOBAL: (
-            config.rope_theta_global or config.rope_theta, config.rope_fraction_global)}
-        tables = {each: RotaryTable(self.plan.head_dim, *each) for each in theta.values()
-                  if each[1]}
-        self.rotary = {kind: tables.get(each) for kind, each in theta.items()} if rope else None
+        self.rotary = rotary_tables(config, self.plan.head_dim) if rope else None
+        if config.act_clamp:
+            clamp_inputs(self.transformer.h, config.act_clamp)
 
-        limit = config.act_clamp  # so that int8 represents activations well
-        for linear in (m for m in self.transformer.h.modules() if limit and type(m) is nn.Linear):
-            linear.register_forward_pre_hook(lambda _, x: (x[0].clamp(-limit, limit),))
         self.apply(self._init_weights)
         for name, p in self.named_parameters():  # residual projections, as in the GPT-2 paper
             if name.endswith('c_proj.weight'):
@@ -256,6 +304,7 @@ class GPT(nn.Module):
             if cache is not None:
                 cache.abandon()
             raise
+
         trim = None if step is None or step.t == 1 or all_logits else step
         blocks = functools.partial(self._blocks, rope=rope, cache=cache, trim=trim)
         if self.recompute is not None and self.training:
@@ -263,16 +312,21 @@ class GPT(nn.Module):
         else:
             x, _ = blocks(0, len(self.plan.layers), x, {})
         x = self.transformer.ln_f(x)
+
         if targets is not None:
-            if self.loss_fn is not None:
-                x, targets = x.flatten(0, 1), targets.reshape(-1)
-                return None, self.loss_fn(x, self.lm_head.weight, targets)
-            logits = self.lm_head(x)
-            return logits, cross_entropy(logits.flatten(0, 1), targets.reshape(-1))
+            return self._logits_and_loss(x, targets)
         logits = self.lm_head(x if all_logits else x[:, -1:])
         if cache is not None:
             cache.commit()
         return logits, None
+
+    def _logits_and_loss(self, x, targets):
+        """x (B, t, C), targets (B, t) -> logits (B, t, V), or None with a `loss_fn`, and loss."""
+        targets = targets.reshape(-1)
+        if self.loss_fn is not None:
+            return None, self.loss_fn(x.flatten(0, 1), self.lm_head.weight, targets)
+        logits = self.lm_head(x)
+        return logits, cross_entropy(logits.flatten(0, 1), targets)
 
     def _begin(self, idx, targets, cache, lens, rows):
         """Check the arguments. Returns the cache's step, or None without a cache."""
@@ -295,18 +349,22 @@ class GPT(nn.Module):
 
     def _embed(self, idx, step):
         """(B, t, C) token (+ position) embeddings, and the rotary tables by kind of layer."""
-        t, end = idx.size(1), idx.size(1) if step is None else step.end
+        t = idx.size(1)
+        end = t if step is None else step.end
         ragged = step is not None and not step.uniform
         x = self.transformer.wte(idx)                                 # (B, t, C)
         if self.rotary is not None:
-            dtype, tables = self.dtype, set(filter(None, self.rotary.values()))
-            if ragged:
-                made = {table: table.at(step.positions, end, dtype) for table in tables}
-            else:
-                made = {table: table(end - t, end, idx.device, dtype) for table in tables}
+            made = {}
+            for table in set(filter(None, self.rotary.values())):
+                if ragged:
+                    made[table] = table.at(step.positions, end, self.dtype)
+                else:
+                    made[table] = table(end - t, end, idx.device, self.dtype)
             rope = {kind: made[table] for kind, table in self.rotary.items() if table}
             return self.transformer.drop(x), rope
-        block_size, longest = self.config.block_size, end if step is None else step.longest
+
+        block_size = self.config.block_size
+        longest = end if step is None else step.longest
         if longest > block_size:
             raise UserError(f'a sequence of {longest} tokens is longer than block_size='
                             f"{block_size}, for which pos_embedding='learned' has positions")

@@ -75,3 +75,22 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     """
     wide = x.to(cos.dtype)
     return torch.addcmul(wide * cos, wide.roll(x.size(-1) // 2, -1), sin).to(x.dtype)
+
+
+def split_by_speed(k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys (B, Hkv, t, D) -> the faster and the slower half of their rotated pairs, each
+    (B, Hkv, t, 2, D/4)."""
+    fast, slow = k.unflatten(-1, (2, 2, -1)).unbind(-2)
+    return fast, slow
+
+
+def offset_keys(fast, slow, before=None) -> torch.Tensor:
+    """Keys (B, Hkv, t, D) whose slower half is that of the previous token (modded-nanogpt).
+
+    fast, slow: from `split_by_speed`. before: (B, Hkv, 1, 2, D/4), the slower half of the token
+    before the first one; None = 0.
+    """
+    if before is None:
+        before = torch.zeros_like(slow[:, :, :1])
+    slow = torch.cat([before, slow[:, :, :-1]], dim=2)
+    return torch.stack([fast, slow], dim=-2).flatten(-3)
