@@ -21,42 +21,108 @@ class Step:
 
     rows: cache row numbers, in batch order. select: the same as an index; a slice if they are
         consecutive.
-    uniform: every row appends all t tokens at the same position, which needs no index tensors.
-        Any other step is called ragged.
     chunks: (batch rows, tokens, cache rows, start), where the rows of a chunk start at the same
-        position. A ragged step has a chunk per row: padding is neither stored nor attended to.
-    active: in a ragged one-token step, the batch rows that append a token; None = all.
+        position. A chunk per row here: padding is neither stored nor attended to.
+
+    Subclasses define
+        uniform: whether every row appends all t tokens at the same position.
+        last(x): (..., t, D) -> (..., 1, D), the last token of each row that is not padding.
+        append(store, new): write encoded K, V of this step. Returns what `attend` needs of them.
+        attend(q, visible, window, sink): attention, given what `append` returned. q (B, H, t, D),
+            or (B, H, 1, D) for each row's last token.
     """
+    uniform = False
 
     def __init__(self, t: int, lens: list[int], starts: list[int], rows: list[int], device):
         self.t, self.lens, self.starts, self.rows = t, lens, starts, rows
         self.ends = [start + n for start, n in zip(starts, lens)]
         self.longest = max(self.ends)
         self.end = max(starts) + t  # one past the highest position, padding included
-        self.unreset = set(rows)    # if the step fails: rows that have not been reset yet
-        self.uniform = len(set(starts)) == 1 and all(n == t for n in lens)
-        first, self.positions = rows[0], None
-        neighbours = rows == list(range(first, first + len(rows)))
-        self.select = slice(first, first + len(rows)) if neighbours else on_device(rows, device)
-        if self.uniform:
-            self.chunks = [(slice(None), t, self.select, starts[0])]
-            return
+        first = rows[0]
+        if rows == list(range(first, first + len(rows))):
+            self.select = slice(first, first + len(rows))
+        else:
+            self.select = on_device(rows, device)
         self.chunks = [(slice(b, b + 1), n, slice(row, row + 1), start)
                        for b, (n, row, start) in enumerate(zip(lens, rows, starts)) if n]
-        self.positions = on_device(starts, device)[:, None] + torch.arange(t, device=device)
-        if t == 1:
-            active = [b for b, n in enumerate(lens) if n]
-            self.active = None if len(active) == len(rows) else on_device(active, device)
-            self.active_rows = on_device([rows[b] for b in active], device)
-            self.active_starts = on_device([starts[b] for b in active], device)
-            self.kv_lens = on_device(self.ends, device)
+
+
+class UniformStep(Step):
+    """All rows append t tokens at the same position, which needs no index tensors."""
+    uniform = True
+
+    def __init__(self, t, lens, starts, rows, device):
+        super().__init__(t, lens, starts, rows, device)
+        self.chunks = [(slice(None), t, self.select, starts[0])]
 
     def last(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., t, D) -> (..., 1, D): the last token of each row that is not padding."""
-        if self.uniform:
-            return x[..., -1:, :]
+        return x[..., -1:, :]
+
+    def append(self, store: KVStore, new):
+        return [store.append(new, self.select, self.starts[0])]
+
+    def attend(self, q, visible, window, sink):
+        [kv] = visible
+        if q.size(2) < self.t:
+            kv = last_keys(kv, window)
+        return cached_attention(q, *kv, window=window, sink=sink)
+
+
+class RaggedChunk(Step):
+    """Rows append different numbers of tokens, or at different positions.
+
+    positions: (B, t), padding included.
+    """
+
+    def __init__(self, t, lens, starts, rows, device):
+        super().__init__(t, lens, starts, rows, device)
+        self.positions = on_device(starts, device)[:, None] + torch.arange(t, device=device)
+
+    def last(self, x: torch.Tensor) -> torch.Tensor:
         last = on_device([max(n - 1, 0) for n in self.lens], x.device)
         return x.movedim(-2, 1)[torch.arange(len(last), device=x.device), last].unsqueeze(-2)
+
+    def append(self, store: KVStore, new):
+        return [store.append(slice_tokens(new, batch, n), rows, start)
+                for batch, n, rows, start in self.chunks]
+
+    def attend(self, q, visible, window, sink):
+        y = torch.zeros_like(q)
+        for (batch, n, *_), kv in zip(self.chunks, visible):
+            if q.size(2) < self.t:
+                n, kv = 1, last_keys(kv, window)
+            y[batch, :, :n] = cached_attention(q[batch, :, :n], *kv, window=window, sink=sink)
+        return y
+
+
+class RaggedToken(RaggedChunk):
+    """Each active row appends one token, at its own position.
+
+    active: batch rows that append a token; None = all. active_rows, active_starts: their cache rows
+    and positions. kv_lens: (B,), number of tokens in each row afterwards.
+    """
+
+    def __init__(self, t, lens, starts, rows, device):
+        super().__init__(t, lens, starts, rows, device)
+        active = [b for b, n in enumerate(lens) if n]
+        self.active = None if len(active) == len(rows) else on_device(active, device)
+        self.active_rows = on_device([rows[b] for b in active], device)
+        self.active_starts = on_device([starts[b] for b in active], device)
+        self.kv_lens = on_device(self.ends, device)
+
+    def append(self, store: KVStore, new):
+        return store.append_token(select_rows(new, self.active), self)
+
+    def attend(self, q, visible, window, sink):
+        kv, kv_lens = visible
+        return cached_attention(q, *kv, kv_lens=kv_lens, sink=sink)
+
+
+def make_step(t: int, lens: list[int], starts: list[int], rows: list[int], device) -> Step:
+    if len(set(starts)) == 1 and all(n == t for n in lens):
+        return UniformStep(t, lens, starts, rows, device)
+    kind = RaggedToken if t == 1 else RaggedChunk
+    return kind(t, lens, starts, rows, device)
 
 
 class KVCache:
@@ -86,7 +152,8 @@ class KVCache:
         self.last_keys = self._new_states()
         self._lengths = [0] * batch_size
         self._step = None        # appends the current tokens
-        self._visible = {}       # slot -> the K, V that this step's queries attend to
+        self._visible = {}       # slot -> what this step's `append` returned
+        self._unfinished = {}    # row -> its length after the current step
 
     def _new_store(self, slot: Slot) -> KVStore:
         shape = (self.batch_size, slot.n_kv_head, slot.capacity(self.max_seq_len), slot.head_dim)
@@ -132,12 +199,12 @@ class KVCache:
             if self._lengths[row] + n > self.max_seq_len:
                 raise UserError(f'row {row} holds {self._lengths[row]} tokens and {n} more were '
                                 f'given: the cache has max_seq_len={self.max_seq_len}')
-        if self._step is not None:
+        if self._unfinished:
             raise UserError('an earlier step of this cache failed midway and left it half-written: '
                             'reset() it')
-        step = Step(t, lens, [self._lengths[row] for row in rows], rows, self.device)
+        step = make_step(t, lens, [self._lengths[row] for row in rows], rows, self.device)
         self._make_room(step)
-        self._step, self._visible = step, {}
+        self._step, self._unfinished = step, dict(zip(rows, step.ends))
         return step
 
     def attend(self, layer: Layer, q: torch.Tensor, kv=None, sink=None) -> torch.Tensor:
@@ -174,38 +241,20 @@ class KVCache:
         return before
 
     def _append(self, store: KVStore, new):
-        """Write encoded K, V of this step. Returns the K, V that its queries attend to."""
-        step = self._step
-        if step.t == 1 and not step.uniform:
-            return store.append_token(select_rows(new, step.active), step)
-        return [store.append(slice_tokens(new, batch, n), rows, start)
-                for batch, n, rows, start in step.chunks]
+        """Write encoded K, V of this step. Returns what `_attend` needs of them."""
+        return self._step.append(store, new)
 
     def _attend(self, layer, q, visible, sink):
-        step = self._step
-        only_last = q.size(2) < step.t
-        if step.uniform and not only_last:
-            return cached_attention(q, *visible[0], window=layer.window, sink=sink)
-        if step.t == 1:
-            kv, kv_lens = visible
-            return cached_attention(q, *kv, kv_lens=kv_lens, sink=sink)
-        y = torch.zeros_like(q)
-        for (batch, n, *_), kv in zip(step.chunks, visible):
-            if only_last:  # its window ends with its own key; copies have the same layout
-                whole = dict(memory_format=torch.contiguous_format)
-                n, kv = 1, [x[:, :, -layer.window:].clone(**whole) for x in kv]
-            y[batch, :, :n] = cached_attention(q[batch, :, :n], *kv, window=layer.window,
-                                               sink=sink)
-        return y
+        return self._step.attend(q, visible, layer.window, sink)
 
     def _make_room(self, step: Step) -> None:
         """No-op: everything is preallocated here; a paged cache takes pages."""
 
     def commit(self) -> None:
         """Finish the step: its tokens now count as stored."""
-        for row, end in zip(self._step.rows, self._step.ends):
+        for row, end in self._unfinished.items():
             self._lengths[row] = end
-        self._step, self._visible = None, {}
+        self._end_step()
 
     def advance(self, rows: list[int]) -> None:
         """Add a token, which a captured step has written, to the length of each of these rows."""
@@ -214,7 +263,10 @@ class KVCache:
 
     def abandon(self) -> None:
         """Undo `begin` for a step that has not written anything."""
-        self._step = None
+        self._end_step()
+
+    def _end_step(self) -> None:
+        self._step, self._visible, self._unfinished = None, {}, {}
 
     # -- rows -------------------------------------------------------------------------------------
 
@@ -225,17 +277,17 @@ class KVCache:
             raise UserError(f'reset({rows}): rows are a list of numbers, as reset([{rows}])')
         self._checked('reset', rows)
         self._forget(rows)
-        if self._step:  # the step failed
-            self._step.unreset -= set(rows)
-            if not self._step.unreset:
-                self._step, self._visible = None, {}
+        if self._step:  # it failed
+            for row in rows:
+                self._unfinished.pop(row, None)
+            if not self._unfinished:
+                self._end_step()
 
     def _forget(self, rows: list[int]) -> None:
         """Zero V of `rows`: masked positions get weight 0, and 0 * NaN would be NaN. This includes
         positions written by a failed step."""
-        written = dict(zip(self._step.rows, self._step.ends)) if self._step else {}
         for row in rows:
-            end = max(self._lengths[row], written.get(row, 0))
+            end = max(self._lengths[row], self._unfinished.get(row, 0))
             self._lengths[row] = 0
             for store in self.row_stores if end else ():
                 store.zero_values(row, end)
@@ -255,9 +307,8 @@ class KVCache:
         for row in rows if length else ():
             self.begin(length, rows=[row])
             for slot in self.plan.slots:
-                shape = 1, slot.n_kv_head, length, slot.head_dim
-                k, v = (torch.randn(shape, dtype=self.compute_dtype, device=self.device)
-                        for _ in 'kv')
+                shape = 2, 1, slot.n_kv_head, length, slot.head_dim
+                k, v = torch.randn(shape, dtype=self.compute_dtype, device=self.device)
                 self.append(self.plan.layers[slot.owner], k, v)
             self.commit()
         return self
@@ -288,3 +339,11 @@ def slice_tokens(new, batch, n):
     """The first n tokens of rows `batch` of encoded K, V."""
     whole = batch == slice(None) and n == new[0].size(2)
     return new if whole else tuple(x[batch, :, :n] for x in new)
+
+
+def last_keys(kv, window: int):
+    """Encoded K, V that the last query of a chunk sees: the last `window` keys, or all if that is
+    0. Copies have the same layout however the sequence was split, so the results are the same."""
+    if window:
+        kv = [x[:, :, -window:] for x in kv]
+    return [x.clone(memory_format=torch.contiguous_format) for x in kv]

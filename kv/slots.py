@@ -60,10 +60,13 @@ class KVStore:
         """Convert K, V (B, Hkv, t, D) to their stored form. Queries attend to stored values even
         within a chunk, so that logits do not depend on how a sequence is split into chunks (up to
         floating-point rounding)."""
-        encoded = [QUANTIZE[self.dtype](x) if self.dtype in QUANTIZE else (x.to(self.dtype),)
-                   for x in self.distinct((k, v))]
-        k, v = encoded * 2 if self.tied else encoded
-        return tuple(x for pair in zip(k, v) for x in pair)
+        if self.dtype not in QUANTIZE:
+            k = k.to(self.dtype)
+            return k, k if self.tied else v.to(self.dtype)
+        quantize = QUANTIZE[self.dtype]
+        k, k_scale = quantize(k)
+        v, v_scale = (k, k_scale) if self.tied else quantize(v)
+        return k, v, k_scale, v_scale
 
     def read(self, rows, start: int, end: int) -> tuple[torch.Tensor, ...]:
         """Stored K, V of `rows` at indices start .. end - 1; views if `rows` is a slice."""
