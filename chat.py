@@ -31,9 +31,9 @@ import configurator
 from config.errors import UserError
 from config.sizes import nice_bytes, parse_bytes
 from config.terminal import visible
-from engine.dialogue import Dialogue, Template, longest_context
+from engine.text.dialogue import Dialogue, Template, longest_context
 from engine.engine import Engine
-from engine.params import SamplingParams, encodable, sample_seed
+from engine.requests.params import SamplingParams, encodable, sample_seed
 from interop.load import load
 
 

@@ -87,7 +87,7 @@ class Generation:
         cache: an empty cache of B rows and at least `cache_length` positions; None = a new one.
         stop_tokens: ids that finish a row when sampled in it.
         decode: a faster decode step over `cache`, (B, 1) ids and lens -> (B, V) logits, such as an
-            `engine.captured.CapturedDecode`; None = the model's own.
+            `engine.steps.captured.CapturedDecode`; None = the model's own.
     Raises:
         UserError: if there is no prompt, one is empty, or a token id is outside the vocabulary.
     """

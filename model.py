@@ -437,7 +437,7 @@ class GPT(nn.Module):
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, *, stop_tokens=()):
         """idx (B, t) -> (B, t + max_new_tokens), sampled with the global RNG as in nanoGPT; shorter
         if all rows have ended on one of `stop_tokens`. See `generate.generate`; sample.py and the
-        engine decode faster (`engine.decode`)."""
+        engine decode faster (`engine.steps.decode`)."""
         from generate import generate
         return generate(self, idx, max_new_tokens, temperature, top_k, stop_tokens)
 

@@ -29,15 +29,15 @@ import configurator
 from config.errors import UserError, at_least
 from config.sizes import nice_bytes, parse_bytes
 from config.terminal import visible
-from engine.captured import MIN_CAPTURED
-from engine.decode import fast_decode
-from engine.many import complete, fitted, json_lines, make_engine, show_many
-from engine.params import SamplingParams
-from engine.prompts import encode_prompt, encode_requests, read_requests, read_start
-from engine.sampler import TopPSampler, sample_generators
-from engine.stopping import SampleText, parse_stops
-from engine.watch import watchable, watching
-from engine.weights import weight_bytes, weights_dtype
+from engine.steps.captured import MIN_CAPTURED
+from engine.steps.decode import fast_decode
+from engine.text.many import complete, fitted, json_lines, make_engine, show_many
+from engine.requests.params import SamplingParams
+from engine.text.prompts import encode_prompt, encode_requests, read_requests, read_start
+from engine.requests.sampler import TopPSampler, sample_generators
+from engine.requests.stopping import SampleText, parse_stops
+from engine.text.watch import watchable, watching
+from engine.weights.quantize import weight_bytes, weights_dtype
 from generate import Generation, cache_length
 from interop.load import load
 from kv.capacity import prefill_flops

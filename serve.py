@@ -19,10 +19,10 @@ from pathlib import Path
 import configurator
 from config.errors import UserError, at_least
 from config.sizes import parse_bytes
-from engine.captured import CapturedDecode
-from engine.dialogue import Template, longest_context
+from engine.steps.captured import CapturedDecode
+from engine.text.dialogue import Template, longest_context
 from engine.engine import Engine
-from engine.prepare import prepare
+from engine.steps.prepare import prepare
 from interop.load import load
 from serving.api import Service
 from serving.worker import Worker, most_choices

@@ -15,21 +15,21 @@ from dataclasses import replace
 import torch
 
 from config.errors import UserError
-from engine.captured import CapturedDecode
-from engine.decode import fast_decode
-from engine.flight import Flight
-from engine.job import Event, Job, prompt_ids
-from engine.linear import speed_up_few_rows
-from engine.native.step import NativeDecode
-from engine.pace import Pace
-from engine.paged import PAGE_SIZE, PagedKVCache
-from engine.pages import pages_within
-from engine.params import Completion, SamplingParams
-from engine.prefix import PrefixStore
-from engine.prefix_disk import DiskTier, fingerprint
-from engine.sampler import sample_rows
-from engine.scheduler import Request, Scheduler
-from engine.view import RowView, view_of
+from engine.steps.captured import CapturedDecode
+from engine.steps.decode import fast_decode
+from engine.requests.flight import Flight
+from engine.requests.job import Event, Job, prompt_ids
+from engine.weights.linear import speed_up_few_rows
+from engine.steps.native import NativeDecode
+from engine.requests.pace import Pace
+from engine.pages.cache import PAGE_SIZE, PagedKVCache
+from engine.pages.table import pages_within
+from engine.requests.params import Completion, SamplingParams
+from engine.prefix.store import PrefixStore
+from engine.prefix.disk import DiskTier, fingerprint
+from engine.requests.sampler import sample_rows
+from engine.requests.scheduler import Request, Scheduler
+from engine.pages.view import RowView, view_of
 from kv.cache import on_device
 
 PREFILL_CHUNK = 256
@@ -49,14 +49,14 @@ class Engine:
         page_size: positions per page.
         prefill_chunk: maximum number of prompt tokens computed between two decode steps.
         slowdown: lower that number so that steps with prompt tokens take about this times as
-            long as decode steps alone (`engine.pace`); 0 = it stays, and chunks do not depend on
-            the speed of the device.
-        prefix_budget: bytes of host memory for the prefix cache (`engine.prefix`); 0 = no cache.
+            long as decode steps alone (`engine.requests.pace`); 0 = it stays, and chunks do not
+            depend on the speed of the device.
+        prefix_budget: bytes of host memory for the prefix cache (`engine.prefix.store`); 0 = none.
         prefix_folder: folder for blocks evicted from it and, at `close`, for all blocks; '' = none.
             Its files, also those of other models, take at most prefix_disk_budget bytes.
-        captured: on CUDA, capture decode steps as graphs and replay them (`engine.captured`).
-        asynchronous: schedule a step before the tokens of the last one are read (`engine.flight`),
-            so that events come one step later; None = if decode steps are captured.
+        captured: on CUDA, capture decode steps as graphs and replay them (`engine.steps.captured`).
+        asynchronous: schedule a step before the tokens of the last one are read, so that events
+            come one step later (`engine.requests.flight`); None = if decode steps are captured.
         tokenizer: for text prompts, completions and stop texts; None = token ids only.
     Raises UserError if a size is below 1, the budget too small, or a `new_cache` argument invalid.
     """

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 import configurator
 from config.errors import UserError, at_least
 from data.tokenizer import CharTokenizer
-from engine.evaluate import bits_per_byte, forward, through_cache
+from training.evaluate import bits_per_byte, forward, through_cache
 from interop.load import load
 
 

@@ -14,8 +14,8 @@ from data.datasets import DATA_ROOT, available_datasets, by_hand, ensure_dataset
 from data.tokenfiles import meta_problem, read_meta, used_keys
 from data.tokenizer import load_tokenizer
 from engine import native
-from engine.linear import speed_up_few_rows
-from engine.weights import compile_for_decode, quantize_weights
+from engine.weights.linear import speed_up_few_rows
+from engine.weights.quantize import compile_for_decode, quantize_weights
 from interop.huggingface import noted_source
 from interop.tokenizer_files import tokenizer_in
 from model import GPT

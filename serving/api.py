@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass, field, replace
 
 from config.errors import UserError
-from engine.dialogue import Dialogue, Template
-from engine.params import MAX_LOGPROBS, SamplingParams, present, sample_seed, shown, whole
+from engine.text.dialogue import Dialogue, Template
+from engine.requests.params import MAX_LOGPROBS, SamplingParams, present, sample_seed, shown, whole
 from serving.errors import ApiError
 
 MAX_CHOICES = 128  # per request, as in OpenAI's API

@@ -22,8 +22,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from engine.params import encodable
-from engine.view import RowView
+from engine.requests.params import encodable
+from engine.pages.view import RowView
 from serving import api
 from serving.access import AccessMiddleware, error_response, json_response
 from serving.errors import ApiError

@@ -3,8 +3,8 @@ import functools
 import secrets
 import time
 
-from engine.job import Event
-from engine.params import Completion
+from engine.requests.job import Event
+from engine.requests.params import Completion
 from serving.api import GenerationRequest
 
 LEAST = -9999.0  # JSON has no -inf

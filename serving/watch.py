@@ -1,5 +1,5 @@
 """The stream of cache events and the plan document (docs/serving.md). No HTTP or torch."""
-from engine.view import RowView
+from engine.pages.view import RowView
 from serving.api import GenerationRequest, Service
 from serving.errors import ApiError
 from serving.replies import ChatReply, Reply

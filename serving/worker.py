@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from engine.job import Event
-from engine.params import SamplingParams
+from engine.requests.job import Event
+from engine.requests.params import SamplingParams
 from serving.errors import ApiError
 
 VIEW_INTERVAL = 0.05  # least seconds between two views of a choice's row, except the last

@@ -1,6 +1,6 @@
 """Training for int8 weights: the blocks' linear layers round weights (a scale per row) and inputs
-(a scale per token) in the forward pass as weight_dtype='int8' does (`engine.quantized`), in float32
-exactly.
+(a scale per token) in the forward pass as weight_dtype='int8' does (`engine.weights.quantized`), in
+float32 exactly.
 
 Gradients pass through the rounding unchanged (straight-through; Bengio et al. 2013), and backward
 matmuls are not rounded. Parameters, moments and checkpoints stay in floating point. Evaluation
@@ -25,7 +25,7 @@ def train_for_int8(model) -> None:
 
 
 class RoundedLinear(Linear):
-    """A Linear whose forward pass is that of `engine.quantized.Int8Linear`."""
+    """A Linear whose forward pass is that of `engine.weights.quantized.Int8Linear`."""
 
     def forward(self, x):
         if torch.is_autocast_enabled(x.device.type):

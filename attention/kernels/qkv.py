@@ -3,7 +3,7 @@ RoPE, int8 quantization and the write.
 
 One program handles one head of one token, so that a decode step needs one launch per layer for
 everything between the first matmul and attention. The plain torch equivalent:
-`attention.rope.norm_and_rotate`, `kv.quantize.quantize_int8`, `engine.static.put`.
+`attention.rope.norm_and_rotate`, `kv.quantize.quantize_int8`, `engine.steps.static.put`.
 """
 import torch
 import triton

@@ -10,7 +10,7 @@ import sys
 import torch
 
 from config.errors import UserError
-from engine.weights import quantize_weights
+from engine.weights.quantize import quantize_weights
 from kv.cache import KVCache
 from kv.capacity import WEIGHT_BYTES, parameters, prefill_flops
 from kv.plan import plan_kv

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from engine.evaluate import through_cache
+from training.evaluate import through_cache
 from kv.plan import LOCAL
 from model import GPT
 from training.checkpoint import load_checkpoint, load_weights

@@ -22,9 +22,9 @@ from data.datasets import ensure_dataset
 from data.recall.tasks import task_of
 from data.tokenfiles import open_split, read_meta
 from data.tokenizer import load_tokenizer
-from engine import evaluate
-from engine.evaluate import judge, through_cache
-from engine.weights import quantize_weights
+from training import evaluate
+from training.evaluate import judge, through_cache
+from engine.weights.quantize import quantize_weights
 from interop.convert import convert_weights
 from kv.plan import LOCAL
 from lab.ablation.identifiers import find_identifiers, loss_by_distance

@@ -12,7 +12,7 @@ import torch
 
 from config.errors import UserError
 from config.sizes import parse_bytes
-from engine.decode import fast_decode
+from engine.steps.decode import fast_decode
 from lab.benchmarks import clock, generation, setting
 from lab.benchmarks.bandwidth import Bandwidth
 from lab.benchmarks.memory import kv_read_per_step, most_sequences, weight_read_bytes

@@ -18,7 +18,7 @@ import torch
 
 from config.errors import UserError
 from config.gpt_config import NANOGPT_FIELDS
-from engine.decode import fast_decode
+from engine.steps.decode import fast_decode
 from interop.huggingface import TRANSPOSED
 from kv.plan import plan_kv
 from lab.benchmarks import clock, setting

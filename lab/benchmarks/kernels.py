@@ -19,7 +19,7 @@ from attention.kernels.flash import load_flash_attn
 from attention.kernels.flex import flex_local_attention
 from attention.rope import RotaryTable, norm_and_rotate
 from config.errors import UserError
-from engine.static import put
+from engine.steps.static import put
 from kv.slots import KVStore
 from lab.benchmarks import clock, setting
 from training.device import pick_device, pick_dtype

@@ -5,7 +5,7 @@ for each of their layers) and every parameter, except that embeddings that are n
 layer only read the rows looked up. Activations and rotary tables are small and not counted.
 """
 from config.errors import UserError
-from engine.weights import stored_tensors
+from engine.weights.quantize import stored_tensors
 from kv.capacity import read_nbytes
 from kv.parts import tensor_nbytes
 from kv.plan import KVPlan

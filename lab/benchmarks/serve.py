@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from config.errors import UserError, at_least
-from engine.captured import MIN_CAPTURED
-from engine.decode import fast_decode
-from engine.scheduler import Scheduler
+from engine.steps.captured import MIN_CAPTURED
+from engine.steps.decode import fast_decode
+from engine.requests.scheduler import Scheduler
 from generate import Generation, Sampler
 from lab.benchmarks import clock, setting, vllm
 from lab.benchmarks.generation import same_tokens

@@ -15,11 +15,12 @@ from config.schema import MODEL
 from config.sizes import physical_memory
 from data.tokenfiles import read_meta
 from engine import native
-from engine.captured import suits_capture
+from engine.steps.captured import suits_capture
 from engine.engine import Engine
-from engine.linear import speed_up_few_rows
-from engine.params import SamplingParams
-from engine.weights import compile_for_decode, quantize_weights, weight_bytes, weights_dtype
+from engine.weights.linear import speed_up_few_rows
+from engine.requests.params import SamplingParams
+from engine.weights.quantize import (
+    compile_for_decode, quantize_weights, weight_bytes, weights_dtype)
 from kv.capacity import parameters
 from model import GPT
 from training.device import describe_attention, device_name, pick_device, pick_dtype
@@ -156,7 +157,7 @@ def greedy(engine: Engine, prompts, lengths) -> list:
 
 
 def one_token(model, cache, decode, tokens):
-    """Most likely next tokens (B, 1). decode: from `engine.decode.fast_decode`, or None."""
+    """Most likely next tokens (B, 1). decode: from `engine.steps.decode.fast_decode`, or None."""
     logits = decode(tokens) if decode else model(tokens, cache=cache)[0][:, -1]
     return logits.argmax(-1, keepdim=True)
 

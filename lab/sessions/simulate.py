@@ -2,8 +2,8 @@
 import numpy as np
 import torch
 
-from engine.paged import PagedKVCache
-from engine.prefix import PrefixStore
+from engine.pages.cache import PagedKVCache
+from engine.prefix.store import PrefixStore
 from lab.benchmarks.clock import progress
 from lab.sessions.known import Known
 from lab.sessions.trace import Trace

@@ -7,7 +7,7 @@ import torch
 
 from config.errors import UserError
 from engine.engine import Engine
-from engine.params import SamplingParams
+from engine.requests.params import SamplingParams
 from lab.benchmarks.generation import same_tokens
 from lab.sessions import servers
 from lab.sessions.client import Answer, Client, Failed

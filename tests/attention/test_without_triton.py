@@ -9,8 +9,8 @@ import importlib, pkgutil, sys
 sys.modules['triton'] = sys.modules['flash_attn'] = None  # importing them is an ImportError now
 import torch
 import attention, config, data, engine, interop, kv, lab.ablation, lab.benchmarks, training
-of_other_packages = {'attention.kernels.decode', 'attention.kernels.qkv', 'engine.fused_linear',
-                     'interop.nanokv_vllm.model'}  # Triton, Triton, Triton, vLLM
+of_other_packages = {'attention.kernels.decode', 'attention.kernels.qkv',  # Triton
+                     'engine.steps.fused_linear', 'interop.nanokv_vllm.model'}  # Triton, vLLM
 for package in (attention, config, engine, interop, kv, lab.ablation, lab.benchmarks, training):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):
         ladders_and_mains = module.name.startswith('config.') or module.name.endswith('__main__')
@@ -21,7 +21,7 @@ from attention.backends import triton_usable
 from attention.kernels import choose as choosing
 from attention.kernels.choose import choose
 from engine.engine import Engine
-from engine.params import SamplingParams
+from engine.requests.params import SamplingParams
 from model import GPT, GPTConfig
 
 choosing.FLASH_ATTN_VERSION = 0  # whatever is installed

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.dialogue import Dialogue, Template
+from engine.text.dialogue import Dialogue, Template
 from lab.files import write_json
 from training.log import RunLog
 

@@ -7,7 +7,7 @@ import torch
 import configurator
 from config.gpt_config import GPTConfig
 from config.schema import MODEL, PROGRAMS
-from engine.native.step import MULTIPLE
+from engine.steps.native import MULTIPLE
 from kv.plan import plan_kv
 from model import GPT
 

@@ -12,8 +12,8 @@ def waits(monkeypatch):
     """Pretend that tensors are on another device. A list of what would wait for it: reading them,
     copying numbers from memory that is not pinned, and indexing with lists, which does so, too."""
     calls = []
-    monkeypatch.setattr('engine.sampler.is_on_cpu', lambda x: False)
-    monkeypatch.setattr('engine.sampler.kth_largest', lambda x, k: (
+    monkeypatch.setattr('engine.requests.sampler.is_on_cpu', lambda x: False)
+    monkeypatch.setattr('engine.requests.sampler.kth_largest', lambda x, k: (
         x.topk(k).values[:, -1:] if 0 < k < x.size(1) else torch.full_like(x[:, :1], -math.inf)))
 
     def record(owner, name, when):

@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 
 from attention.backends import INTERPRETING, triton_enabled
 from config.gpt_config import GPTConfig
-from engine import agreement, captured, native
-from engine.agreement import KNOWN_FIELDS, unknown_field
-from engine.captured import captured_decode
-from engine.fused import FusedBlock
-from engine.native.step import _note_once, native_decode
-from engine.weights import quantize_weights
+from engine.steps import agreement
+from engine.steps import captured
+from engine import native
+from engine.steps.agreement import KNOWN_FIELDS, unknown_field
+from engine.steps.captured import captured_decode
+from engine.steps.fused import FusedBlock
+from engine.steps.native import _note_once, native_decode
+from engine.weights.quantize import quantize_weights
 from model import Block, CausalSelfAttention
 from tests.helpers.models import FULL_STACK, configs, random_model, tokens
 
@@ -40,7 +42,7 @@ def fused_step(monkeypatch):
     if not INTERPRETING or find_spec('triton') is None:
         pytest.skip('interpreted where there is no GPU')
     captured._note.cache_clear()
-    monkeypatch.setattr('engine.captured.suits_capture', lambda model: True)
+    monkeypatch.setattr('engine.steps.captured.suits_capture', lambda model: True)
 
     def step(model, cache):
         with triton_enabled(True):
@@ -134,7 +136,7 @@ def test_a_change_that_acts_later_is_seen_in_fused_blocks(fused_step, monkeypatc
 
 def test_a_change_that_the_fused_blocks_lack_is_captured(monkeypatch):
     model = random_model(GPTConfig(**SMALL), torch.float32)
-    monkeypatch.setattr('engine.captured.suits_capture', lambda model: True)
+    monkeypatch.setattr('engine.steps.captured.suits_capture', lambda model: True)
     monkeypatch.setattr(captured, 'unknown_field', lambda config: 'query_scale=1.5')
     sharpened(monkeypatch, lambda start: start >= 8)
     one, other = (model.new_cache(2, 64) for _ in 'ab')

@@ -10,10 +10,10 @@ import torch
 from config.gpt_config import GPTConfig
 from engine import native
 from engine.engine import Engine
-from engine.flight import Flight
-from engine.native.step import NativeDecode
-from engine.params import SamplingParams
-from engine.sampler import Drawn
+from engine.requests.flight import Flight
+from engine.steps.native import NativeDecode
+from engine.requests.params import SamplingParams
+from engine.requests.sampler import Drawn
 from tests.helpers.models import FULL_STACK, random_model
 from tests.helpers.serving import (
     KINDS,
@@ -197,7 +197,7 @@ def test_a_reply_that_a_stop_token_ends_is_found_whole():
 def test_who_is_asynchronous(monkeypatch):
     model = random_model(GPTConfig(**FULL_STACK))
     assert not Engine(model, 1).asynchronous and Engine(model, 1, asynchronous=True).asynchronous
-    monkeypatch.setattr('engine.captured.suits_capture', lambda model: True)
+    monkeypatch.setattr('engine.steps.captured.suits_capture', lambda model: True)
     assert Engine(model, 1).asynchronous and not Engine(model, 1, asynchronous=False).asynchronous
 
 
@@ -282,7 +282,7 @@ def test_prompts_beside_decoding_rows_are_not_one_pass_in_c():
 @pytest.mark.parametrize('kv_dtype', ['float32', 'int8'])
 def test_decode_steps_wait_for_the_device_once(monkeypatch, log, waits, kv_dtype):
     """For the tokens of the step before, also when requests end and rows move."""
-    monkeypatch.setattr('engine.captured.suits_capture', lambda model: True)
+    monkeypatch.setattr('engine.steps.captured.suits_capture', lambda model: True)
     model = random_model(GPTConfig(**FULL_STACK), torch.float32)
     engine = Engine(model, 4, 60, kv_dtype, page_size=4)
     for k, more in enumerate([{}, dict(top_k=4), dict(top_p=0.8, min_p=0.1), dict(temperature=0)]):

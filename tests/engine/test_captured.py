@@ -9,16 +9,16 @@ import pytest
 import torch
 import torch._dynamo.testing
 
-import engine.captured as captured_module
+import engine.steps.captured as captured_module
 from attention.backends import INTERPRETING, triton_enabled
 from config.errors import UserError
 from config.gpt_config import GPTConfig
-from engine.captured import CapturedDecode, captured_decode, suits_capture
+from engine.steps.captured import CapturedDecode, captured_decode, suits_capture
 from engine.engine import Engine
-from engine.paged import PagedKVCache
-from engine.params import SamplingParams
-from engine.sampler import SampleRow, sample_rows
-from engine.static import StaticCache
+from engine.pages.cache import PagedKVCache
+from engine.requests.params import SamplingParams
+from engine.requests.sampler import SampleRow, sample_rows
+from engine.steps.static import StaticCache
 from generate import Generation, Sampler, cache_length
 from tests.helpers.mechanisms import MECHANISMS
 from tests.helpers.models import FULL_STACK, VOCAB, max_gap, random_model, tokens
@@ -161,7 +161,7 @@ def test_a_graph_keeps_what_it_reads():
 @pytest.fixture
 def everywhere(monkeypatch):
     """Use captured decode on this device too, where its steps are simply called."""
-    monkeypatch.setattr('engine.captured.suits_capture', lambda model: True)
+    monkeypatch.setattr('engine.steps.captured.suits_capture', lambda model: True)
 
 
 @pytest.mark.parametrize('changes, kv_dtype', [({}, 'int4'), (dict(attn_sink=True), 'float32')])

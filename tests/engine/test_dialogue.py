@@ -7,7 +7,7 @@ import pytest
 
 from config.errors import UserError
 from data.tokenizer import CharTokenizer
-from engine.dialogue import Dialogue, Template
+from engine.text.dialogue import Dialogue, Template
 from tests.helpers.serving import ending
 
 LETTERS = 'ABabcdefg .\n'

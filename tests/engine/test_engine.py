@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.engine import Engine
-from engine.pages import page_nbytes, rows_nbytes
-from engine.params import SamplingParams
+from engine.pages.table import page_nbytes, rows_nbytes
+from engine.requests.params import SamplingParams
 from model import GPT
 from tests.helpers.mechanisms import MECHANISMS
 from tests.helpers.serving import (

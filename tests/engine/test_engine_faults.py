@@ -9,7 +9,7 @@ import torch
 
 from config.errors import UserError
 from engine.engine import Engine
-from engine.params import SamplingParams
+from engine.requests.params import SamplingParams
 from model import GPT, GPTConfig
 from tests.helpers.models import VOCAB, random_model
 from tests.helpers.serving import (
@@ -177,11 +177,11 @@ def test_nan_in_the_midst_of_a_text_keeps_what_was_said(monkeypatch, asynchronou
 # -- steps that fail -------------------------------------------------------------------------------
 
 POINTS = ['model.GPT.forward', 'model.Block.forward', 'engine.engine.sample_rows',
-          'engine.stopping.SampleText.add', 'engine.sampler.SampleRow.see',
-          'engine.flight.Flight.read',
-          'engine.scheduler.Scheduler.finish', 'engine.scheduler.Scheduler._free_row',
-          'engine.paged.PagedKVCache.move', 'engine.paged.PagedKVCache.reserve',
-          'engine.pages.PageTable.extend', 'engine.engine.Completion']
+          'engine.requests.stopping.SampleText.add', 'engine.requests.sampler.SampleRow.see',
+          'engine.requests.flight.Flight.read', 'engine.requests.scheduler.Scheduler.finish',
+          'engine.requests.scheduler.Scheduler._free_row',
+          'engine.pages.cache.PagedKVCache.move', 'engine.pages.cache.PagedKVCache.reserve',
+          'engine.pages.table.PageTable.extend', 'engine.engine.Completion']
 
 
 @pytest.mark.parametrize('kind, error, budget, asynchronous', [

@@ -12,20 +12,20 @@ from attention.backends import INTERPRETING, triton_enabled
 from config.gpt_config import GPTConfig
 from engine import native
 from engine.engine import Engine
-from engine.fused import FusedBlock, fuse
-from engine.linear import speed_up_few_rows
-from engine.paged import PagedKVCache
-from engine.params import SamplingParams
-from engine.quantized import Int8Linear
-from engine.static import StaticCache
-from engine.weights import quantize_weights
+from engine.steps.fused import FusedBlock, fuse
+from engine.weights.linear import speed_up_few_rows
+from engine.pages.cache import PagedKVCache
+from engine.requests.params import SamplingParams
+from engine.weights.quantized import Int8Linear
+from engine.steps.static import StaticCache
+from engine.weights.quantize import quantize_weights
 from model import LayerNorm
 from tests.helpers.models import FULL_STACK, max_gap, random_model, tokens
 from tests.helpers.without_gpu import run_alone
 
 pytest.importorskip('triton')
 from attention.kernels import decode, qkv  # noqa: E402
-from engine import fused_linear as kernel  # noqa: E402
+from engine.steps import fused_linear as kernel  # noqa: E402
 
 ACTIVATIONS = {'': lambda x: x, 'none': F.gelu, 'relu2': lambda x: F.relu(x).square(),
                'tanh': lambda x: F.gelu(x, approximate='tanh')}
@@ -140,7 +140,7 @@ def test_many_rows_are_left_to_torch():
 def test_the_engine_uses_the_kernel(monkeypatch):
     if not INTERPRETING:
         pytest.skip('interpreted where there is no GPU')
-    monkeypatch.setattr('engine.captured.suits_capture', lambda model: True)
+    monkeypatch.setattr('engine.steps.captured.suits_capture', lambda model: True)
     calls, kernel_of = [], kernel.fused_linear
     monkeypatch.setattr(kernel, 'fused_linear', lambda *args, **kwargs: (
         calls.append(args), kernel_of(*args, **kwargs))[1])
@@ -217,8 +217,9 @@ def test_a_step_of_the_full_stack_launches_few_kernels(batch, kv_dtype, paged, m
 PROGRAM = '''
 import json
 import torch
-from engine import fused_linear as kernel, native
-from engine.quantized import Int8Linear
+from engine.steps import fused_linear as kernel
+from engine import native
+from engine.weights.quantized import Int8Linear
 from model import LayerNorm
 from tests.helpers.ahead_of_time import CompilesOnly, resources
 
@@ -254,7 +255,7 @@ def test_compiled_for_a_gpu_weights_are_copied_ahead(tmp_path):
 ACTIVATED = '''
 import json
 import torch
-from engine import fused_linear as kernel
+from engine.steps import fused_linear as kernel
 from tests.helpers.ahead_of_time import CompilesOnly
 
 made, half = [], dict(dtype=torch.bfloat16)

@@ -3,8 +3,10 @@ import pytest
 import torch
 from torch import nn
 
-from engine import linear, native
-from engine.linear import FewRowsLinear
+from engine.weights import linear
+
+from engine import native
+from engine.weights.linear import FewRowsLinear
 
 
 @pytest.fixture

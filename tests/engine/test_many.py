@@ -6,11 +6,11 @@ import json
 import pytest
 
 from engine.engine import Engine
-from engine.many import ROWS, complete, fitted, json_lines, make_engine
-from engine.paged import PAGE_SIZE
-from engine.pages import page_nbytes, rows_nbytes
-from engine.params import SamplingParams, sample_seed
-from engine.prompts import encode_requests, read_requests
+from engine.text.many import ROWS, complete, fitted, json_lines, make_engine
+from engine.pages.cache import PAGE_SIZE
+from engine.pages.table import page_nbytes, rows_nbytes
+from engine.requests.params import SamplingParams, sample_seed
+from engine.text.prompts import encode_requests, read_requests
 from tests.helpers.serving import TOKENIZER, alone, assert_idle, budget_for, model_of
 
 DEFAULTS = SamplingParams(10, temperature=1.2)

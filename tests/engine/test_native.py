@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from engine import native
-from engine.decode import fast_decode
+from engine.steps.decode import fast_decode
 from engine.engine import Engine
-from engine.native.step import NativeDecode, _note_once, native_decode, supports
-from engine.paged import PagedKVCache
-from engine.params import SamplingParams
-from engine.weights import quantize_weights
+from engine.steps.native import NativeDecode, _note_once, native_decode, supports
+from engine.pages.cache import PagedKVCache
+from engine.requests.params import SamplingParams
+from engine.weights.quantize import quantize_weights
 from generate import Generation, Sampler
 from tests.helpers.models import FULL_STACK, random_model, tokens
 

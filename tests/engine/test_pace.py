@@ -8,11 +8,11 @@ import torch
 
 from config.gpt_config import GPTConfig
 from engine import native
-from engine import pace as paces
+from engine.requests import pace as paces
 from engine.engine import Engine
-from engine.native.step import NativeDecode
-from engine.pace import Pace
-from engine.params import SamplingParams
+from engine.steps.native import NativeDecode
+from engine.requests.pace import Pace
+from engine.requests.params import SamplingParams
 from tests.engine.test_scheduler import Simulation, shape
 from tests.helpers.models import FULL_STACK, random_model
 from tests.helpers.serving import alone, assert_same, model_of, prompt

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
-from engine.paged import PagedKVCache, PagedStore, table_attention
-from engine.pages import OutOfPages, PageTable, page_nbytes, rows_nbytes
-from engine.static import put
+from engine.pages.cache import PagedKVCache, PagedStore, table_attention
+from engine.pages.table import OutOfPages, PageTable, page_nbytes, rows_nbytes
+from engine.steps.static import put
 from kv.plan import KV_DTYPES, plan_kv
 from tests.helpers.models import (
     FULL_STACK,

@@ -4,10 +4,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import engine.paged_attention
+import engine.pages.attention
 from attention.cached import dequantize
-from engine.paged_attention import MAX_UNOWNED, PageList, page_entries, paged_attention
-from engine.pages import PageTable
+from engine.pages.attention import MAX_UNOWNED, PageList, page_entries, paged_attention
+from engine.pages.table import PageTable
 from kv.quantize import quantize_int8
 from tests.helpers.reference import dense_attention
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from config.errors import UserError
-from engine.pages import OutOfPages, PageTable
+from engine.pages.table import OutOfPages, PageTable
 
 N_ROWS = 4
 ROW = st.integers(0, N_ROWS - 1)

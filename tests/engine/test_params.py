@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from config.errors import UserError
-from engine.params import SamplingParams, sample_seed
+from engine.requests.params import SamplingParams, sample_seed
 
 NAMES = [f.name for f in dataclasses.fields(SamplingParams)]
 FLOATS = ('temperature', 'top_p', 'min_p', 'repetition_penalty')

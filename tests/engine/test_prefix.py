@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from engine.engine import Engine
-from engine.pace import Pace
-from engine.params import SamplingParams
+from engine.requests.pace import Pace
+from engine.requests.params import SamplingParams
 from tests.helpers.mechanisms import MECHANISMS
 from tests.helpers.serving import KINDS, TOKENIZER, alone, assert_same, budget_for, model_of, prompt
 
@@ -129,10 +129,10 @@ def test_pages_that_only_the_store_has_are_free_for_all():
 
 
 METHODS = {
-    'engine.prefix.PrefixStore': ['extend', 'restore', 'end', 'release', '_take_over'],
-    'engine.prefix_tree.BlockTree': ['_evict', '_leave_pool', '_insert', '_drop_local'],
-    'engine.pages.PageTable': ['pin', 'unpin', 'adopt', 'take_pinned'],
-    'engine.blocks.BlockCopier': ['put_page', 'page'],
+    'engine.prefix.store.PrefixStore': ['extend', 'restore', 'end', 'release', '_take_over'],
+    'engine.prefix.tree.BlockTree': ['_evict', '_leave_pool', '_insert', '_drop_local'],
+    'engine.pages.table.PageTable': ['pin', 'unpin', 'adopt', 'take_pinned'],
+    'engine.prefix.blocks.BlockCopier': ['put_page', 'page'],
 }
 BOOKKEEPING = [f'{owner}.{name}' for owner, names in METHODS.items() for name in names]
 

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 
 from config.errors import UserError
 from engine.engine import Engine
-from engine.params import SamplingParams
-from engine.prefix_disk import DiskTier, _hash, fingerprint
-from engine.weights import quantize_weights
+from engine.requests.params import SamplingParams
+from engine.prefix.disk import DiskTier, _hash, fingerprint
+from engine.weights.quantize import quantize_weights
 from model import GPTConfig
 from tests.engine.test_prefix_store import World
 from tests.helpers.models import random_model
@@ -242,7 +242,7 @@ def test_buffers_in_more_memory_than_they_need(tmp_path, monkeypatch):
         size = 1 << (buffer.numel() - 1).bit_length()
         return torch.empty(size, dtype=torch.uint8)[:buffer.numel()].copy_(buffer)
     plain = stored(tmp_path / 'plain', kv_dtype='int8')
-    monkeypatch.setattr('engine.blocks.HostCopies.out', rounded)
+    monkeypatch.setattr('engine.prefix.blocks.HostCopies.out', rounded)
     store = stored(tmp_path / 'rounded', kv_dtype='int8').prefix
     nbytes = [sum(block.nbytes for block in store.blocks) for store in (plain.prefix, store)]
     assert nbytes[0] < nbytes[1] == store.nbytes

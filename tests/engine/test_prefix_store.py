@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config.gpt_config import GPTConfig
-from engine import prefix_tree
-from engine.blocks import OVERHEAD, BlockCopier
-from engine.paged import PagedKVCache
-from engine.pages import OutOfPages
-from engine.prefix import PrefixStore
+from engine.prefix import tree as prefix_tree
+from engine.prefix.blocks import OVERHEAD, BlockCopier
+from engine.pages.cache import PagedKVCache
+from engine.pages.table import OutOfPages
+from engine.prefix.store import PrefixStore
 from kv.plan import plan_kv
 from kv.slots import RingStore
 

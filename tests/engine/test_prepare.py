@@ -7,8 +7,8 @@ import torch
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from engine.engine import Engine
-from engine.params import SamplingParams
-from engine.prepare import prepare
+from engine.requests.params import SamplingParams
+from engine.steps.prepare import prepare
 from tests.helpers.models import FULL_STACK, random_model
 from tests.helpers.without_gpu import run_alone
 
@@ -17,13 +17,13 @@ from tests.helpers.without_gpu import pretend
 pretend()
 import json, random, sys
 import torch
-import engine.captured, engine.paged
+import engine.steps.captured, engine.pages.cache
 from attention.kernels import decode, qkv
 from config.gpt_config import GPTConfig
-from engine import fused_linear
+from engine.steps import fused_linear
 from engine.engine import Engine
-from engine.params import SamplingParams
-from engine.prepare import prepare
+from engine.requests.params import SamplingParams
+from engine.steps.prepare import prepare
 from tests.helpers.ahead_of_time import specialised
 from tests.helpers.models import FULL_STACK, random_model
 
@@ -94,7 +94,7 @@ def test_requests_compile_and_capture_nothing(heads, kv_dtype, room, prefix):
 @pytest.fixture
 def everywhere(monkeypatch):
     """Capture steps on this device too."""
-    monkeypatch.setattr('engine.captured.suits_capture', lambda model: True)
+    monkeypatch.setattr('engine.steps.captured.suits_capture', lambda model: True)
 
 
 def test_preparing_changes_no_text(everywhere):

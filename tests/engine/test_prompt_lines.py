@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from config.errors import UserError
 from data.tokenizer import CharTokenizer
-from engine.params import SamplingParams
-from engine.prompts import PromptLine, encode_requests, read_requests
+from engine.requests.params import SamplingParams
+from engine.text.prompts import PromptLine, encode_requests, read_requests
 
 DEFAULTS = SamplingParams(max_new_tokens=9, temperature=0.5, seed=4, stop=('x',))
 

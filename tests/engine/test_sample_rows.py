@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from config.gpt_config import GPTConfig
 from engine.engine import Engine
-from engine.params import SamplingParams
-from engine.sampler import SampleRow, _penalised, _weights, draw_plain, sample_rows, uniforms
+from engine.requests.params import SamplingParams
+from engine.requests.sampler import (
+    SampleRow, _penalised, _weights, draw_plain, sample_rows, uniforms)
 from tests.helpers.models import FULL_STACK, random_model
 
 params = st.builds(SamplingParams, temperature=st.sampled_from([0, 0.3, 1.0, 1.7]),
@@ -129,7 +130,7 @@ def test_a_bound_that_is_reached_exactly(settings, n_kept, top_k):
 
 def test_top_p_of_one_keeps_tokens_too_unlikely_to_change_a_sum(monkeypatch):
     """1 + exp(-40) == 1, yet the smallest random number selects it, even next to a top-p row."""
-    monkeypatch.setattr('engine.sampler.uniforms', lambda seed, position, n: [0.0] * n)
+    monkeypatch.setattr('engine.requests.sampler.uniforms', lambda seed, position, n: [0.0] * n)
     logits = torch.tensor([[-40.0, 0.0, -50.0]]).expand(2, 3)
     for top_k in (0, 2):
         rows = [SampleRow(SamplingParams(top_p=p, top_k=top_k)) for p in (1.0, 0.5)]
@@ -157,7 +158,7 @@ def test_the_number_of_a_token_does_not_depend_on_where_a_row_began(start, asked
 @pytest.mark.parametrize('settings', [dict(), dict(top_k=3), dict(top_p=0.9), dict(min_p=0.1)],
                          ids=str)
 def test_the_ends_of_the_unit_interval_draw_a_token_that_is_kept(monkeypatch, u, settings):
-    monkeypatch.setattr('engine.sampler.uniforms', lambda seed, position, n: [u] * n)
+    monkeypatch.setattr('engine.requests.sampler.uniforms', lambda seed, position, n: [u] * n)
     logits = torch.tensor([-math.inf, -9.0, 1.0, 1.5, 0.3, -9.0, -math.inf])
     logits = logits * torch.linspace(0.9, 1.1, 20)[:, None]
     tokens = sample_rows(logits, [SampleRow(SamplingParams(**settings))] * 20).tokens.tolist()

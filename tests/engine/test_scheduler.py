@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from config.errors import UserError
-from engine.pages import PageTable
-from engine.params import SamplingParams
-from engine.scheduler import Request, Scheduler
+from engine.pages.table import PageTable
+from engine.requests.params import SamplingParams
+from engine.requests.scheduler import Request, Scheduler
 
 
 class Cache:

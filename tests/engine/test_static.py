@@ -10,10 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
-from engine import static
-from engine.paged import PagedKVCache
-from engine.pages import OutOfPages
-from engine.static import StaticCache
+from engine.steps import static
+from engine.pages.cache import PagedKVCache
+from engine.pages.table import OutOfPages
+from engine.steps.static import StaticCache
 from kv.plan import plan_kv
 from tests.helpers.models import FULL_STACK, max_gap, random_model, tokens
 

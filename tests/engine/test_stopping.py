@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from config.errors import UserError
-from engine.stopping import SampleText, StopFilter, parse_stops
+from engine.requests.stopping import SampleText, StopFilter, parse_stops
 
 SHORT = st.text('ab', max_size=12)
 STOPS = st.lists(st.text('abc', min_size=1, max_size=5), max_size=4)

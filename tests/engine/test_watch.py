@@ -6,8 +6,8 @@ from rich.cells import cell_len
 
 from config.gpt_config import GPTConfig
 from config.sizes import nice_bytes
-from engine import watch
-from engine.watch import EMPTY, GENERATED, LEGEND, NEWEST, NEXT, PROMPT, frame, lane
+from engine.text import watch
+from engine.text.watch import EMPTY, GENERATED, LEGEND, NEWEST, NEXT, PROMPT, frame, lane
 from kv.cache import KVCache
 from kv.plan import plan_kv
 

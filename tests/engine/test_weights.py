@@ -6,9 +6,10 @@ from config.errors import UserError
 from config.gpt_config import GPTConfig
 from engine import native
 from engine.engine import Engine
-from engine.params import SamplingParams
-from engine.quantized import Int4Linear, Int8Linear, quantize_groups, quantize_rows
-from engine.weights import compile_for_decode, quantize_weights, weight_bytes, weights_dtype
+from engine.requests.params import SamplingParams
+from engine.weights.quantized import Int4Linear, Int8Linear, quantize_groups, quantize_rows
+from engine.weights.quantize import (
+    compile_for_decode, quantize_weights, weight_bytes, weights_dtype)
 from model import GPT
 from tests.helpers.models import FULL_STACK, full_logits, random_model, tokens
 

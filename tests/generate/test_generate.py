@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from config.errors import UserError
-from engine.dialogue import longest_context
+from engine.text.dialogue import longest_context
 from generate import Generation, Sampler, cache_length, generate
 from model import GPT, GPTConfig
 

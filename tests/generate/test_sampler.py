@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from engine.sampler import TopPSampler as Sampler
-from engine.sampler import sample_generators
+from engine.requests.sampler import TopPSampler as Sampler
+from engine.requests.sampler import sample_generators
 from generate import draw_without_waiting
 
 CPU = torch.device('cpu')

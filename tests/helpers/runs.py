@@ -3,7 +3,7 @@ forward of each row's text."""
 import torch
 from hypothesis import strategies as st
 
-from engine.paged import PagedKVCache
+from engine.pages.cache import PagedKVCache
 from tests.helpers.models import VOCAB, full_logits, max_gap, random_model
 
 # a token with a NaN embedding: its row is NaN from then on. No other row may become NaN, nor may a

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from data.tokenizer import BPETokenizer, CharTokenizer
 from engine.engine import Engine
-from engine.pages import page_nbytes, rows_nbytes
-from engine.params import SamplingParams
-from engine.sampler import SampleRow, sample_rows
+from engine.pages.table import page_nbytes, rows_nbytes
+from engine.requests.params import SamplingParams
+from engine.requests.sampler import SampleRow, sample_rows
 from model import GPT, GPTConfig
 from tests.helpers.mechanisms import MECHANISMS
 from tests.helpers.models import FULL_STACK, VOCAB, full_logits, random_model

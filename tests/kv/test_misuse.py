@@ -4,7 +4,7 @@ import torch
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
-from engine.paged import PagedKVCache
+from engine.pages.cache import PagedKVCache
 from tests.helpers.models import FULL_STACK, VOCAB, feed, full_logits, max_gap, random_model, tokens
 
 VANILLA = dict(n_layer=2, n_head=4, n_embd=24, block_size=64, vocab_size=VOCAB)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
-from engine.paged import PagedKVCache
+from engine.pages.cache import PagedKVCache
 from lab.benchmarks.kernels import fill_random
 from tests.helpers.models import FULL_STACK, configs, feed, random_model, tokens
 from tests.helpers.runs import Run

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from config.gpt_config import GPTConfig
-from engine.paged import PagedKVCache
+from engine.pages.cache import PagedKVCache
 from tests.helpers.models import FULL_STACK, random_model, tokens
 
 KINDS = {

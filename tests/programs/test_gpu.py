@@ -12,10 +12,10 @@ import bench
 import sample
 from attention.backends import triton_enabled
 from config.gpt_config import GPTConfig
-from engine.captured import CapturedDecode, captured_decode
+from engine.steps.captured import CapturedDecode, captured_decode
 from engine.engine import Engine
-from engine.params import SamplingParams
-from engine.sampler import TopPSampler
+from engine.requests.params import SamplingParams
+from engine.requests.sampler import TopPSampler
 from generate import Generation, Sampler
 from lab.benchmarks import bandwidth, kernels
 from model import GPT

@@ -23,8 +23,8 @@ from config.errors import UserError
 from config.gpt_config import GPTConfig, model_args
 from data.tokenfiles import read_meta
 from data.tokenizer import CharTokenizer
-from engine.dialogue import Dialogue, Template
-from engine.prefix_disk import DiskTier
+from engine.text.dialogue import Dialogue, Template
+from engine.prefix.disk import DiskTier
 from interop.huggingface import from_pretrained
 from interop.load import tokenizer_of
 from interop.tokenizer_files import tokenizer_in

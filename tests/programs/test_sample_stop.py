@@ -2,7 +2,7 @@
 import pytest
 
 import sample
-from engine.stopping import SampleText
+from engine.requests.stopping import SampleText
 from tests.programs.support import run_sample
 from tests.programs.test_sample import KINDS, figures, texts
 

@@ -11,9 +11,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from data.tokenizer import CharTokenizer
-from engine.dialogue import Template
+from engine.text.dialogue import Template
 from engine.engine import Engine
-from engine.params import SamplingParams
+from engine.requests.params import SamplingParams
 from serving.api import Service
 from serving.app import Limits, make_app
 from serving.metrics import Metrics

@@ -8,7 +8,7 @@ import time
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.params import sample_seed
+from engine.requests.params import sample_seed
 from tests.helpers.serving import TOKENIZER
 from tests.serving.conftest import (
     CHAT,

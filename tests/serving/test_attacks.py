@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from engine.dialogue import Dialogue, Template
-from engine.params import SamplingParams
+from engine.text.dialogue import Dialogue, Template
+from engine.requests.params import SamplingParams
 from serving import app as serving_app
 from serving.access import names_this_machine
 from serving.replies import Reply

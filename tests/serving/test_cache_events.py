@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from engine.engine import Engine
-from engine.params import SamplingParams
-from engine.view import RowView
+from engine.requests.params import SamplingParams
+from engine.pages.view import RowView
 from serving.watch import newest_view
 from serving.worker import Choice, Ticket, Worker
 from tests.helpers.serving import TOKENIZER, budget_for

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from engine.engine import Engine
-from engine.params import SamplingParams
+from engine.requests.params import SamplingParams
 from tests.serving.conftest import (
     CHAT,
     COMPLETIONS,

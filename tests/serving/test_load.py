@@ -10,9 +10,9 @@ from collections import Counter
 
 import pytest
 
-from engine.blocks import OVERHEAD
-from engine.job import Job
-from engine.params import SamplingParams
+from engine.prefix.blocks import OVERHEAD
+from engine.requests.job import Job
+from engine.requests.params import SamplingParams
 from serving.app import Generation
 from serving.replies import Reply
 from tests.helpers.serving import TOKENIZER, alone, model_of, prompt

@@ -7,7 +7,7 @@ import threading
 import openai
 import pytest
 
-from engine.params import sample_seed
+from engine.requests.params import sample_seed
 from serving.server import MAX_LOG_LINES, RequestLog
 from tests.helpers.serving import TOKENIZER
 from tests.serving.conftest import USER, assert_free, eventually, expected

@@ -6,7 +6,7 @@ import torch
 from torch.nn import Linear
 from torch.nn import functional as F
 
-from engine.weights import quantize_weights
+from engine.weights.quantize import quantize_weights
 from kv.int8_rows import quantize_rows
 from model import GPT, GPTConfig
 from tests.helpers.mechanisms import CHANGES, STACK

@@ -16,8 +16,8 @@ from attention.kernels.flex import flex_local_attention
 from attention.local import blockwise_local_attention
 from attention.rope import RotaryTable, norm_and_rotate
 from engine import native
-from engine.quantized import Int8Linear, quantize_rows
-from engine.static import put
+from engine.weights.quantized import Int8Linear, quantize_rows
+from engine.steps.static import put
 from kv.slots import KVStore
 from lab.benchmarks.kernels import fill_random
 from lab.scripts.gpu.cells import FULL
@@ -154,7 +154,7 @@ def plain_linear(x, linear, norm=None, activation='', residual=None) -> torch.Te
 def linear(machine, rows: int, int8: bool = False) -> dict:
     """The Linear layers of a decode step, with LayerNorm, GELU and residuals, against float64, or
     with int8 weights against torch."""
-    from engine.fused_linear import fused_linear
+    from engine.steps.fused_linear import fused_linear
     checks = []
     for case in linear_cases(machine, rows, int8).values():
         exact = case if int8 else (copy.deepcopy(x).double() if hasattr(x, 'double') else x

@@ -24,11 +24,11 @@ import configurator
 from ablate import main as run_ladder
 from attention.backends import triton_enabled
 from data.datasets import DATA_ROOT
-from engine.captured import CapturedDecode, captured_decode
+from engine.steps.captured import CapturedDecode, captured_decode
 from engine.engine import Engine
-from engine.paged import PagedKVCache
-from engine.params import SamplingParams
-from engine.prepare import prepare
+from engine.pages.cache import PagedKVCache
+from engine.requests.params import SamplingParams
+from engine.steps.prepare import prepare
 from kv.cache import KVCache
 from kv.parts import tensor_nbytes
 from lab.benchmarks import kernels
@@ -208,7 +208,7 @@ def tune(machine, batch: int, paged: bool, kv_dtype: str, time: bool = True) -> 
 def few_rows(machine, rows: int) -> dict:
     """The fused Linear layers of one layer against torch's kernels: where torch is faster,
     `fused_linear.MOST_ROWS` is too large."""
-    from engine.fused_linear import fused_linear
+    from engine.steps.fused_linear import fused_linear
     found, error = {}, 0.0
     for name, first in exact.linear_cases(machine, rows).items():
         n = kernels.n_copies(tensor_nbytes(first[1].weight)) if machine.real else 1

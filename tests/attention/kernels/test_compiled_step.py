@@ -17,9 +17,9 @@ from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch._inductor.virtualized import V
 from attention.backends import triton_enabled
 from config.gpt_config import GPTConfig
-from engine.paged import PagedKVCache
-from engine.fused import fuse
-from engine.static import StaticCache
+from engine.pages.cache import PagedKVCache
+from engine.steps.fused import fuse
+from engine.steps.static import StaticCache
 from tests.helpers.models import FULL_STACK, VOCAB, max_gap, random_model, tokens
 
 MODELS = {'full stack': FULL_STACK, 'learned positions': dict(

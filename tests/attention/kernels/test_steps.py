@@ -7,7 +7,7 @@ import torch
 
 from attention.backends import triton_enabled
 from config.gpt_config import GPTConfig
-from engine.paged import PagedKVCache
+from engine.pages.cache import PagedKVCache
 from tests.helpers.models import FULL_STACK, random_model, tokens
 
 
@@ -26,7 +26,7 @@ def steps(model, cache, idx):
 @pytest.mark.parametrize('kv_dtype', ['float32', 'int8'])
 @torch.inference_mode()
 def test_give_what_plain_torch_gives(device, kv_dtype, paged, monkeypatch):
-    monkeypatch.setattr('engine.paged.PagedKVCache._by_table',
+    monkeypatch.setattr('engine.pages.cache.PagedKVCache._by_table',
                         lambda self, step: max(step.starts) > 0)
     model = random_model(GPTConfig(**FULL_STACK), torch.float32).to(device)
     idx = tokens(2, 40).to(device)
@@ -51,9 +51,9 @@ def test_first_chunks_of_ragged_rows_are_one_call_a_layer(device, monkeypatch):
             n_calls[name] += 1
             return function(*args, **kwargs)
         return call
-    for name in ('engine.paged.table_attention', 'kv.cache.cached_attention'):
+    for name in ('engine.pages.cache.table_attention', 'kv.cache.cached_attention'):
         monkeypatch.setattr(name, counted(name, pkgutil.resolve_name(name)))
     model(tokens(3, 7).to(device), cache=cache, lens=[7, 3, 5])
     kinds = Counter(layer.kind for layer in model.plan.layers)
-    assert n_calls == {'engine.paged.table_attention': kinds['global'],
+    assert n_calls == {'engine.pages.cache.table_attention': kinds['global'],
                        'kv.cache.cached_attention': 3 * kinds['local']}

@@ -12,8 +12,8 @@ from data.bpe import bpe_of, encode_documents
 from data.making.writer import write_dataset
 from data.recall.lags import LagTask
 from data.tokenizer import CharTokenizer
-from engine.evaluate import window_starts
-from engine.weights import weights_dtype
+from training.evaluate import window_starts
+from engine.weights.quantize import weights_dtype
 from kv.cache import KVCache
 from lab.ablation import measure
 from lab.ablation.ladder import read_ladder

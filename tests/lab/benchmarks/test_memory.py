@@ -8,7 +8,7 @@ import torch
 from attention.masks import dense_mask
 from config.errors import UserError
 from config.gpt_config import GPTConfig
-from engine.weights import weight_bytes
+from engine.weights.quantize import weight_bytes
 from kv.plan import plan_kv
 from lab.benchmarks import setting
 from lab.benchmarks.memory import kv_read_per_step, most_sequences, weight_read_bytes

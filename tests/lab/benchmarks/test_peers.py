@@ -10,7 +10,7 @@ import torch
 import bench
 from config.errors import UserError
 from config.gpt_config import GPTConfig
-from engine.quantized import Int8Linear
+from engine.weights.quantized import Int8Linear
 from kv.plan import plan_kv
 from lab.benchmarks import generation, llama, table
 from lab.benchmarks.engines import Ours

@@ -7,9 +7,9 @@ import torch
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
-from engine.paged import PagedKVCache
-from engine.params import SamplingParams
-from engine.scheduler import Request
+from engine.pages.cache import PagedKVCache
+from engine.requests.params import SamplingParams
+from engine.requests.scheduler import Request
 from lab.benchmarks import serve
 from tests.helpers.models import FULL_STACK, random_model
 

@@ -11,7 +11,7 @@ import torch
 
 from attention.cached import cached_attention
 from config.errors import UserError
-from engine.paged import PagedKVCache, PagedStore, table_attention
+from engine.pages.cache import PagedKVCache, PagedStore, table_attention
 from kv.cache import KVCache, on_device
 from kv.plan import Layer
 from kv.slots import KVStore, RingStore

@@ -16,10 +16,10 @@ import torch
 
 from attention.backends import triton_usable
 from attention.kernels.flex import with_own_code
-from engine.agreement import agrees, unknown_field
-from engine.fused import fuse, unfuse
-from engine.sampler import Drawn, SampleRow, draw_plain, sample_rows
-from engine.static import StaticCache
+from engine.steps.agreement import agrees, unknown_field
+from engine.steps.fused import fuse, unfuse
+from engine.requests.sampler import Drawn, SampleRow, draw_plain, sample_rows
+from engine.steps.static import StaticCache
 from kv.cache import on_device
 
 # Shortest generation worth capturing: a capture takes as long as a few dozen plain steps.
@@ -76,7 +76,7 @@ class CapturedDecode:
         model: in eval mode; its weights may only change in place.
         compiled: also `torch.compile` the step, which fuses the operations between matmuls but
             takes minutes per size.
-        fused: let the model's blocks use the kernels of `engine.fused`.
+        fused: let the model's blocks use the kernels of `engine.steps.fused`.
         capture: False = call the steps directly, on CUDA too.
     """
 
@@ -110,8 +110,8 @@ class CapturedDecode:
 
     @torch.inference_mode()
     def sample_rows(self, logits: torch.Tensor, rows: list[SampleRow], at: list[int]) -> Drawn:
-        """Like `engine.sampler.sample_rows`, with the places of the rows in `logits`, in order. The
-        tokens are overwritten by the next calls."""
+        """Like `engine.requests.sampler.sample_rows`, with the places of the rows in `logits`, in
+        order. The tokens are overwritten by the next calls."""
         last, step = self._last
         if logits is not last or not all(row.plain for row in rows):
             return sample_rows(logits, rows, at)

@@ -9,7 +9,7 @@ import torch
 from data.making.writer import write_dataset
 from data.tokenfiles import open_split
 from data.tokenizer import CharTokenizer
-from engine.evaluate import (
+from training.evaluate import (
     bits_per_byte,
     forward,
     judge,
@@ -18,7 +18,7 @@ from engine.evaluate import (
     through_cache,
     with_rounding,
 )
-from engine.weights import quantize_weights
+from engine.weights.quantize import quantize_weights
 from model import GPT, GPTConfig
 
 TINY = dict(block_size=16, vocab_size=13, n_layer=3, n_head=2, n_embd=32, n_kv_head=1,

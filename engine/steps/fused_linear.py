@@ -3,8 +3,8 @@ LayerNorm before it, and the bias, GELU and the residual after it.
 
     y = residual + gelu(layer_norm(x) W^T + b)         each part optional
 
-Weights may be int8 (`engine.quantized.Int8Linear`): then inputs are rounded to int8 as well, with a
-scale per row, and sums are exact.
+Weights may be int8 (`engine.weights.quantized.Int8Linear`): then inputs are rounded to int8 as
+well, with a scale per row, and sums are exact.
 
 A step reads every weight once, and with few rows nothing else takes time: N * K numbers of W
 against M * (K + N). At 3.35 TB/s, bfloat16, a 768 x 768 matrix takes 0.35 us and a 3,072 x 768 one
@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 
 from attention.kernels.decode import arithmetic
-from engine.linear import FewRowsLinear
-from engine.quantized import Int8Linear
+from engine.weights.linear import FewRowsLinear
+from engine.weights.quantized import Int8Linear
 
 MOST_ROWS = 64
 SPLIT = 4     # warps, one for each part of the columns

@@ -1,8 +1,8 @@
 """The engine's cache: global slots use pages from a pool; local slots use one ring per row.
 
     pool of a slot   (n_pages, Hkv, page_size, D)     the K/V of a row: the pages of that row in the
-    page  0 1 2 3                                     `engine.pages.PageTable`, the same ids in the
-    row   0 0 1 0    row 0 has pages [0, 1, 3]        pool of every global slot
+    page  0 1 2 3                                     `PageTable`, the same ids in the pool of every
+    row   0 0 1 0    row 0 has pages [0, 1, 3]        global slot
 
 A row takes a page when it grows into it, and frees it on reset: PagedAttention (Kwon et al.
 2023).
@@ -11,8 +11,8 @@ import torch
 
 from attention.cached import cached_attention, kernel_takes
 from config.errors import UserError
-from engine.paged_attention import PageList, page_entries, paged_attention
-from engine.pages import PageTable
+from engine.pages.attention import PageList, page_entries, paged_attention
+from engine.pages.table import PageTable
 from kv.cache import KVCache, Step, on_device, select_rows, slice_tokens
 from kv.plan import GLOBAL, KVPlan, Layer, Slot
 from kv.slots import KVStore

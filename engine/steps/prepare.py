@@ -2,7 +2,7 @@
 import torch
 
 from config.errors import UserError
-from engine.captured import CapturedDecode
+from engine.steps.captured import CapturedDecode
 
 # Longer rows use the same kernels, see `split_blocks` in attention/kernels/decode.py (on GPUs with
 # few multiprocessors, not beyond 8,192 keys).

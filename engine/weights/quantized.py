@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from engine import native
-from engine.linear import by_extension
+from engine.weights.linear import by_extension
 from kv.int8_rows import CUDA_MULTIPLE, int8_matmul, quantize_rows
 
 BLOCK, COLUMNS = 16, 4  # rows and columns of one load, `int8_tile` in kernels.h
@@ -72,7 +72,7 @@ class QuantizedLinear(nn.Module):
         return y.to(x.dtype).view(*x.shape[:-1], -1)
 
     def described(self) -> tuple[native.Linear, torch.Tensor | None]:
-        """Like `engine.linear.describe`."""
+        """Like `engine.weights.linear.describe`."""
         bias = None if self.bias is None else self.bias.detach().float()
         return native.Linear(self.weight.data_ptr(), self.scale.data_ptr(),
                              None if bias is None else bias.data_ptr(), self.out_features,

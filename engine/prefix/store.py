@@ -8,16 +8,16 @@ global K/V of a block is a page. Local slots are rings, which cannot be rewound:
 position takes the W positions before it, which are copied while they are in the ring, as *local
 parts* of blocks. (With key_offset it also takes the state of a row that stopped there, which is
 kept at the ends of blocks.) *Anchors* are the positions where a request ended or began.
-`engine/prefix_tree.py` decides what is kept.
+`engine/prefix/tree.py` decides what is kept.
 
 Sources: prefix trees with LRU leaves (RadixAttention, Zheng et al. 2023), paged caches with hashed
 blocks (vLLM), caching between turns (Character.AI, "Optimizing AI Inference", 2024).
 """
 import itertools
 
-from engine.blocks import Block, Hit, allocated_nbytes, packed
-from engine.pages import OutOfPages
-from engine.prefix_tree import BlockTree
+from engine.prefix.blocks import Block, Hit, allocated_nbytes, packed
+from engine.pages.table import OutOfPages
+from engine.prefix.tree import BlockTree
 
 CANDIDATES = 8  # blocks tried for the part of a text that is no complete block
 

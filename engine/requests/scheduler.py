@@ -14,7 +14,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from config.errors import UserError
-from engine.params import SamplingParams
+from engine.requests.params import SamplingParams
 
 
 @dataclass(eq=False)
@@ -79,8 +79,9 @@ class Scheduler:
     """Assigns rows and pages of `cache`, a `PagedKVCache`, to requests.
 
     prefill_chunk: maximum number of prompt tokens computed per step, including padding.
-    prefix: an `engine.prefix.PrefixStore` of that cache, or None.
-    pace: an `engine.pace.Pace`, which lowers that number while rows decode; None = it stays.
+    prefix: an `engine.prefix.store.PrefixStore` of that cache, or None.
+    pace: an `engine.requests.pace.Pace`, which lowers that number while rows decode; None = it
+        stays.
     """
 
     def __init__(self, cache, prefill_chunk: int, prefix=None, pace=None):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from engine.params import SamplingParams, TokenLogprob, sample_seed
+from engine.requests.params import SamplingParams, TokenLogprob, sample_seed
 from generate import Sampler, kth_largest
 from kv.cache import on_device
 

@@ -1,4 +1,4 @@
-"""The blocks of the prefix cache (engine/prefix.py), and what is dropped under memory pressure.
+"""The blocks of the prefix cache (store.py), and what is dropped under memory pressure.
 
 Four kinds of things go, the least recently used first, but the less a thing is worth, the older it
 counts (SPARE, DENSE, EARLIER): local parts that no anchor needs, which only an edit amid a message
@@ -13,9 +13,9 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from engine.blocks import Block, BlockCopier, PrefixStats, allocated_nbytes
-from engine.paged import PagedKVCache
-from engine.prefix_disk import DiskTier
+from engine.prefix.blocks import Block, BlockCopier, PrefixStats, allocated_nbytes
+from engine.pages.cache import PagedKVCache
+from engine.prefix.disk import DiskTier
 
 # ages are multiplied by this; chosen on the traces of lab/sessions at 1/2 to 1/8 of all bytes
 SPARE, DENSE, EARLIER = 4, 16, 3

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 
 from config.errors import UserError
-from engine.params import Completion, TokenLogprob, shown
-from engine.sampler import SampleRow
-from engine.scheduler import Request
-from engine.stopping import SampleText
+from engine.requests.params import Completion, TokenLogprob, shown
+from engine.requests.sampler import SampleRow
+from engine.requests.scheduler import Request
+from engine.requests.stopping import SampleText
 
 
 @dataclass

@@ -11,10 +11,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from config.sizes import nice_bytes
 from config.terminal import visible
 from engine.engine import Engine
-from engine.paged import PAGE_SIZE
-from engine.pages import page_nbytes, rows_nbytes
-from engine.params import Completion, sample_seed
-from engine.prompts import PromptLine
+from engine.pages.cache import PAGE_SIZE
+from engine.pages.table import page_nbytes, rows_nbytes
+from engine.requests.params import Completion, sample_seed
+from engine.text.prompts import PromptLine
 
 ROWS = 16  # default number of concurrent requests
 

@@ -1,6 +1,6 @@
 """The fastest decode step for a model and its cache."""
-from engine.captured import captured_decode
-from engine.native.step import native_decode
+from engine.steps.captured import captured_decode
+from engine.steps.native import native_decode
 
 
 def fast_decode(model, cache, captured: bool = True, compiled: bool = False):

@@ -10,10 +10,10 @@ from torch import nn
 
 from config.errors import UserError
 from engine import native
-from engine.agreement import agrees, unknown_field
-from engine.linear import MOST_ROWS, describe, few_rows
-from engine.paged import PagedKVCache, PagedStore
-from engine.quantized import Int8Embedding, Int8Linear, QuantizedLinear
+from engine.steps.agreement import agrees, unknown_field
+from engine.weights.linear import MOST_ROWS, describe, few_rows
+from engine.pages.cache import PagedKVCache, PagedStore
+from engine.weights.quantized import Int8Embedding, Int8Linear, QuantizedLinear
 from kv.cache import KVCache
 from kv.slots import RingStore
 from model import GPT

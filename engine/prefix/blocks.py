@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.paged import PagedKVCache
+from engine.pages.cache import PagedKVCache
 from kv.plan import GLOBAL, LOCAL
 from kv.slots import RingStore
 

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from config.errors import UserError
-from engine.quantized import Int4Linear, Int8Linear, QuantizedLinear, quantize
+from engine.weights.quantized import Int4Linear, Int8Linear, QuantizedLinear, quantize
 from kv.int8_rows import CUDA_MULTIPLE
 from kv.parts import tensor_nbytes
 
@@ -11,7 +11,7 @@ INT4_GROUP = 32
 
 
 def quantize_weights(model, weight_dtype: str, int4_group: int = INT4_GROUP) -> None:
-    """Quantize the model's Linear layers in place; see `engine.quantized`.
+    """Quantize the model's Linear layers in place; see `engine.weights.quantized`.
 
     weight_dtype: 'auto' (unchanged), 'int8' or 'int4'. int4_group: columns that share a scale.
     Raises UserError, before changing anything, if `int4_group` does not divide the widths, or if

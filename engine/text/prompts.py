@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from config.errors import UserError
-from engine.params import SamplingParams, encodable, present, shown
+from engine.requests.params import SamplingParams, encodable, present, shown
 
 
 def read_start(start: str) -> tuple[str, str]:

@@ -10,7 +10,7 @@ device passes on by itself (as SGLang's overlapped scheduler and vLLM's asynchro
 """
 import torch
 
-from engine.sampler import Drawn
+from engine.requests.sampler import Drawn
 from kv.cache import on_device
 
 

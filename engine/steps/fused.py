@@ -4,7 +4,7 @@ residuals."""
 import torch
 
 from attention.backends import triton_usable
-from engine.static import StaticCache
+from engine.steps.static import StaticCache
 from model import Block, CausalSelfAttention
 
 
@@ -39,12 +39,12 @@ class FusedAttention(CausalSelfAttention):
 
 
 class FusedBlock(Block):
-    """`Block` that uses the kernel of `engine.fused_linear` where it can."""
+    """`Block` that uses the kernel of `engine.steps.fused_linear` where it can."""
 
     def forward(self, x, rope=None, kv=None, cache=None, trim=None):
         if not self._fuses(x, cache):
             return super().forward(x, rope, kv, cache, trim)
-        from engine.fused_linear import fused_linear
+        from engine.steps.fused_linear import fused_linear
         attn, mlp, x = self.attn, self.mlp, x[:, 0]                            # (B, C)
         qkv = fused_linear(x, attn.c_attn, self.ln_1)
         y = attn.write_and_read(qkv[:, None], rope, cache).flatten(1)
@@ -56,7 +56,7 @@ class FusedBlock(Block):
     def _fuses(self, x, cache) -> bool:
         if not self.attn.fuses(x, cache):
             return False
-        from engine.fused_linear import takes
+        from engine.steps.fused_linear import takes
         attn, mlp = self.attn, self.mlp
         return takes(x[:, 0], attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj)
 

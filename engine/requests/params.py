@@ -34,7 +34,7 @@ class SamplingParams:
     """How the tokens of a request are sampled, and where they end.
 
     The restrictions apply in the order of Hugging Face's `generate`: repetition penalty,
-    temperature, top-k, top-p, min-p; `engine.sampler.lowest_kept` defines the last three.
+    temperature, top-k, top-p, min-p; `engine.requests.sampler.lowest_kept` defines the last three.
 
     Equivalent values become one: top_p=0 and temperatures below 1e-4 are greedy, top_k=-1 is 0, and
     '' is no stop text. Raises UserError if a value has the wrong type or is out of range.
@@ -47,7 +47,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # above 1, tokens in prompt or text become less likely
     seed: int = 0                    # the random number of token t depends only on (seed, t)
     stop_tokens: tuple[int, ...] = ()  # token ids that end the text
-    stop: tuple[str, ...] = ()       # stop texts, see engine/stopping.py
+    stop: tuple[str, ...] = ()       # stop texts, see engine/requests/stopping.py
     logprobs: int = -1               # -1: none; 0: the sampled token; k: also the top k
     ignore_eos: bool = False         # do not end at the tokenizer's end-of-text token
 

@@ -1,0 +1,1 @@
+"""Pages of global slots: their table, the paged cache, and attention over pages."""

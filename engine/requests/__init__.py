@@ -1,0 +1,1 @@
+"""Requests: their parameters, when they stop, how tokens are drawn, and what runs next."""

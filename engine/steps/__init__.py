@@ -1,0 +1,1 @@
+"""Decode steps: static, captured, fused, and in C++."""

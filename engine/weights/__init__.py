@@ -1,0 +1,1 @@
+"""Weights for inference: quantized, and faster matmuls for few rows."""
