@@ -1,1 +1,1 @@
-"""The measured numbers in README.md and docs/, written from the files under results/."""
+"""The tables in README.md and docs/, written from the files under results/."""

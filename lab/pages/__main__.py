@@ -1,15 +1,18 @@
-"""Write the measured numbers into README.md, docs/ and the READMEs of lab/ from results/.
+"""Write the tables of README.md, docs/ and the READMEs of lab/ from results/.
 
     python -m lab.pages            # rewrite the blocks of all pages
     python -m lab.pages --check    # only list outdated pages; exit status 1 if there are any
+
+A block is the text between `<!-- begin NAME -->` and `<!-- end -->`. All other text, with the
+numbers in it, is written by hand.
 """
 import argparse
 import re
 from pathlib import Path
 
 from configurator import run_program
-from lab.pages import cost, memory, speed, training  # noqa: F401  for the blocks they register
-from lab.pages.blocks import BLOCKS, ROOT
+from lab.pages.blocks import written
+from lab.pages.tables import ROOT
 
 BLOCK = re.compile(r'^<!-- begin (\S+) -->\n(.*?)^<!-- end -->', re.DOTALL | re.MULTILINE)
 
@@ -21,7 +24,7 @@ def pages() -> list[Path]:
 
 def rewritten(text: str) -> str:
     """Return the page with its blocks updated from results/. KeyError: if a block is unknown."""
-    return BLOCK.sub(lambda m: f'<!-- begin {m[1]} -->\n{BLOCKS[m[1]]()}\n<!-- end -->', text)
+    return BLOCK.sub(lambda m: f'<!-- begin {m[1]} -->\n{written(m[1])}\n<!-- end -->', text)
 
 
 def main(argv=None) -> None:

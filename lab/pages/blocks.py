@@ -1,72 +1,191 @@
-"""The registry of blocks, and helpers that their functions share.
+"""The tables of README.md and docs/, and the reports that commands print there.
 
-A block of a page is the text between `<!-- begin NAME -->` and `<!-- end -->`. The function
-registered under NAME returns this text, in Markdown.
+TABLES has {name of the block: (a function that returns the rows, {heading: cell})}, as `table`
+takes them. All words stand in the pages themselves.
 """
 import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / 'results'
-BLOCKS = {}
+from lab.ablation.cells import listed, mean_sd, plus_minus
+from lab.ablation.stats import paired_difference
+from lab.pages.tables import ROOT, cells, load, replays, rows_of, table
+
+# Rows of equal dtypes come before those of mixed ones. Each: file, index of the cell, work, dtypes of
+# nanoKV and of the baseline, the baseline, its name in the file, metric.
+SPEEDS = [
+    ('against-llama.cpp-int8-b1', 1, 'decode of vanilla GPT-2, batch 1, context 900',
+     'int8, Q8_0', 'llama.cpp, the same model', 'llama.cpp q8_0', 'tpot_ms'),
+    ('against-vllm-bfloat16', 0, '32 requests of 64 + 64 tokens', 'bfloat16, bfloat16',
+     'vLLM, the same model', 'vllm', 'tokens_per_second'),
+    *((f'decode-{form}b{batch}', k, f'decode, batch {batch}, context {context}', dtypes,
+       'vanilla GPT-2', side, 'tpot_ms')
+      for form, dtypes, side in (('', 'float32, float32', 'vanilla'),
+                                 ('int8-', 'int8, float32', 'vanilla float32'))
+      for batch, k, context in ((1, 0, '1,024'), (1, 3, '32,768'), (16, 1, '4,096'))),
+    ('decode-1GB', 0, 'decode in 1 GB of KV memory, context 4,096', 'int8, float32',
+     'vanilla GPT-2', 'vanilla float32', 'tokens_per_second'),
+    ('against-vllm', 0, '32 requests of 64 + 64 tokens', 'int8, bfloat16',
+     'vLLM, the same model', 'vllm', 'tokens_per_second')]
 
 
-def block(function):
-    """Register a function as the block with its name, with hyphens instead of underscores."""
-    BLOCKS[function.__name__.replace('_', '-')] = function
-    return function
+# -- rows ------------------------------------------------------------------------------------------
+
+def kv_bytes() -> list[dict]:
+    found = [load(f'kv/gpt2_mqa_local-T{T}') for T in (1024, 8192)]
+    vanilla = [{'kv_bytes': each['bfloat16']['kv_bytes_vanilla'], 'kv_ratio_bf16': 1,
+                'fit': each['bfloat16']['fit_vanilla']} for each in found]
+    named = {'vanilla GPT-2, bfloat16': vanilla}
+    for dtype in ('bfloat16', 'int8'):
+        named[f'`config/train_gpt2_mqa_local.py`, {dtype}'] = [each[dtype] for each in found]
+    return [dict(name=name, short=short, long=long) for name, (short, long) in named.items()]
 
 
-def load(name: str) -> dict:
-    return json.loads((RESULTS / f'{name}.json').read_text(encoding='utf-8'))
+def speeds() -> list[dict]:
+    rows = []
+    for file, k, work, dtypes, other, side, metric in SPEEDS:
+        cell = cells(file)[k]
+        ours, theirs = (cell['sides'][name][metric]['median'] for name in ('ours', side))
+        form = '{:.1f} ms/token' if metric == 'tpot_ms' else '{:,.0f} tokens/s'
+        rows.append(dict(work=work, dtypes=dtypes, ours=form.format(ours),
+                         theirs=f'{other}: {form.format(theirs)}',
+                         ratio=cell['ratios']['tokens_per_second'][side]['median']))
+    return rows
 
 
-def cells(name: str) -> list[dict]:
-    """The cells of a benchmark in results/cpu/."""
-    return load(f'cpu/{name}')['cells']
+def stalls() -> list[dict]:
+    return [load(f'sessions/stall-{file}') | {'name': name} for file, name in (
+        ('float32', 'nanoKV, float32'), ('int8', 'nanoKV, int8'), ('vllm', 'vLLM, float32'))]
 
 
-def rows_of(ladder: str) -> dict[str, dict]:
-    return {row['name']: row for row in load(f'{ladder}/results')['rows']}
+# -- cells -----------------------------------------------------------------------------------------
+
+def ms(key: str, name: str):
+    return lambda row: f'{1000 * row[key][name]:,.1f}'
 
 
-def speed(cell: dict, model: str) -> float:
-    """Median tokens per second of one model in a cell."""
-    return cell['sides'][model]['tokens_per_second']['median']
+def mega(key: str, form: str):
+    return lambda row: format(row[key] / 1e6, form)
 
 
-def tpot(cell: dict, model: str) -> float:
-    """Median milliseconds per output token."""
-    return cell['sides'][model]['tpot_ms']['median']
+def against(name: str):
+    return lambda row: plus_minus(row.get(f'against_{name}'))
 
 
-def ratio(cell: dict, baseline: str, metric: str = 'tokens_per_second') -> float:
-    """Median over the rounds of our speed divided by the baseline's."""
-    return cell['ratios'][metric][baseline]['median']
+def far_back(row: dict) -> float:
+    """Mean loss of the identifiers that local layers cannot reach, over the seeds."""
+    return statistics.fmean(row['identifiers']['nats_beyond'].values())
 
 
-def item(text: str) -> str:
-    """A list item, wrapped."""
-    return '- ' + textwrap.indent(prose(text), '  ')[2:]
+def kept(row: dict) -> str:
+    """The share of the baseline's gain from long memory that a row keeps, with its 95% interval."""
+    shares = dict(enumerate(row['identifiers']['kept']['each']))
+    found = paired_difference(shares, dict.fromkeys(shares, 0.0))
+    return f"{100 * found['mean']:.0f}% ±{100 * found['half_95']:.0f}"
 
 
-def mean(row: dict) -> float:
-    return row['val_loss']['mean']
+TABLES = {
+    'kv-bytes': (kv_bytes, {
+        "GPT-2's shape, one sequence": '{name}',
+        'bytes, T=1,024': '{short[kv_bytes]:,}', 'smaller': '{short[kv_ratio_bf16]:.0f}x',
+        'bytes, T=8,192': '{long[kv_bytes]:,}', 'smaller, T=8,192': '{long[kv_ratio_bf16]:.0f}x',
+        'sequences in 1 GB, T=8,192': '{long[fit]}'}),
+    'ladder': (lambda: [row for row in rows_of('ablate_prices').values() if not row['side']], {
+        'row': '{name}', 'parameters': lambda row: f"{row['params'] / 1e6:.2f}M",
+        'KV bytes': lambda row: f"{row['kv']['bytes_per_token'] * row['kv']['T']:,.0f}",
+        'times smaller': '{kv[smaller]:.1f}x',
+        'validation loss': '{val_loss[mean]:.4f} ({val_loss[sd]:.4f})',
+        'minus the row above': against('above'), 'minus `+ qk_norm`': against('baseline')}),
+    'mechanisms': (lambda: [row for row in rows_of('ablate_prices').values()
+                            if row['side'] and len(row['seeds']) == 8], {
+        'mechanism': '{name}', 'added to': '`{above}`',
+        'KV bytes/token': '{kv[bytes_per_token]:,.0f}', 'times smaller': '{kv[smaller]:.0f}x',
+        'price in nats (8 seeds)': against('above')}),
+    'source-code': (lambda: [row for row in rows_of('ablate_pysource').values()
+                             if len(row['seeds']) == 4], {
+        'row': '{name}', 'KV bytes/token': '{kv[bytes_per_token]:,.0f}',
+        'minus the row above, or that it departs from': against('above'),
+        'minus `+ key offset`': against('baseline'),
+        'nats of a name from far back': lambda row: f'{far_back(row):.2f}',
+        'of the gain kept': kept}),
+    'lookup': (lambda: rows_of('ablate_lookup').values(), {
+        'row': '{name}', 'KV bytes': '{lookup[kv_bytes]:,}', 'right of 64 facts, % (sd)':
+        lambda row: mean_sd(row['lookup']['accuracy']['64'], '.1f', scale=100),
+        'facts': lambda row: listed(row['lookup']['facts']), 'bytes a fact':
+        lambda row: listed(f'{x:,.0f}' for x in row['lookup']['bytes_per_fact'] if x),
+        '99% at step': lambda row: listed(row['lookup']['solved_at']),
+        'seeds': lambda row: str(len(row['seeds']))}),
+    'speed-table': (speeds, {'work': '{work}', 'dtypes': '{dtypes}', 'nanoKV': '{ours}',
+                             'against': '{theirs}', 'ratio': '{ratio:.1f}x'}),
+    'decode': (lambda: [cell | {'batch': batch} for batch in (1, 4, 16)
+                        for cell in cells(f'decode-int8-b{batch}')], {
+        'batch': '{batch}', 'context': '{context:,}',
+        'full stack, per token': '{sides[ours][tpot_ms][median]:.1f} ms',
+        'vanilla, per token': '{sides[vanilla float32][tpot_ms][median]:.1f} ms',
+        'faster': '{ratios[tokens_per_second][vanilla float32][median]:.1f}x'}),
+    'sessions-saturated': (lambda: [row for row in replays() if row['users']], {
+        'trace': '`{trace}`', 'KV cache, MB': mega('kv', ',.0f'), 'server': '{name}',
+        'tokens/s': '{tokens_per_second:,.0f}', 'computed': '{computed:,}',
+        'recomputed': lambda row: f"{row['computed'] - row['unavoidable']:,}",
+        'over unavoidable': '{over_unavoidable:.2f}', 'first token, ms: 50%': ms('ttft_s', 'p50'),
+        '95%': ms('ttft_s', 'p95'), 'each further token': ms('tpot_s', 'p50')}),
+    'sessions-open': (lambda: [row for row in replays() if not row['users']], {
+        'server': '{name}', 'KV cache, MB': mega('kv', ',.0f'), 'computed': '{computed:,}',
+        'first token, ms: 50%': ms('ttft_s', 'p50'), '95%': ms('ttft_s', 'p95'),
+        '99%': ms('ttft_s', 'p99'), 'each further token': ms('tpot_s', 'p50'),
+        'gaps, 99%': ms('gap_s', 'p99')}),
+    'sessions-stalls': (stalls, {
+        'weights and K/V': '{name}', 'gap before, median': ms('before_s', 'p50'),
+        'gap before, 99%': ms('before_s', 'p99'), 'gap during, median': ms('during_s', 'p50'),
+        'gap during, 99%': ms('during_s', 'p99'),
+        '99% during over median before': '{p99_over_median:.1f}', 'the same, time per token':
+        lambda row: f"{row['tpot_during_s']['p99'] / row['tpot_before_s']['p50']:.1f}",
+        'first token, long': '{long_ttft_s[p50]:.1f} s', 'short': '{short_ttft_s[p50]:.2f} s'}),
+    'sessions-simulated': (lambda: [trace | cell for trace in load('sessions/simulated')['traces']
+                                    for cell in trace['cells']], {
+        'trace': '`{trace}`', 'unavoidable': '{unavoidable:,}', 'of the bytes': '{share}%',
+        'MB': mega('most_nbytes', '.1f'), 'computed': '{computed:,}',
+        'over unavoidable': '{over_unavoidable:.2f}'}),
+}
 
 
-def first_seed(row: dict) -> float:
-    return row['val_loss']['each'][0]
+# -- what commands print ---------------------------------------------------------------------------
+
+def printed(command: str, width: int = 120) -> str:
+    """What `python -m COMMAND` prints, as a block of code."""
+    done = subprocess.run([sys.executable, '-m', *command.split()], cwd=ROOT, check=True, text=True,
+                          capture_output=True, env=os.environ | {'COLUMNS': str(width)})
+    lines = [textwrap.fill(line, width) if len(line) > width else line.rstrip()
+             for line in done.stdout.strip().splitlines()]
+    return '\n'.join(['```', *lines, '```'])
 
 
-def table(header: str, rows: list[str]) -> str:
-    """A Markdown table; all columns but the first are right-aligned."""
-    n_columns = header.count('|') - 1
-    return '\n'.join([header, '|---|' + '---:|' * (n_columns - 1), *rows])
+def account_report() -> str:
+    configs = json.loads((ROOT / 'lab/scripts/kv_calculators.json').read_text(encoding='utf-8'))
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, 'config.json').write_text(json.dumps(configs['Gemma 3 4B']), encoding='utf-8')
+        return printed(f'kv {folder} --max_seq_len=32768 --budget=24GB --like=nanokv', width=100)
 
 
-def prose(*paragraphs: str) -> str:
-    """Paragraphs, wrapped."""
-    filled = [textwrap.fill(' '.join(text.split()), 100, break_long_words=False,
-                            break_on_hyphens=False) for text in paragraphs]
-    return '\n\n'.join(filled)
+REPORTS = {
+    'plan-report': lambda: printed(
+        'kv config/train_gpt2_mqa_local.py --max_seq_len=8192 --budget=1GB'),
+    'account-report': account_report,
+    'capacity-example': lambda: printed(
+        'kv.capacity config/train_gpt2_mqa_local.py --n_layer=24 --n_head=32 --n_embd=2048 '
+        '--head_dim=64 --mlp_hidden=0 --kv_dtype=int8 --context=4096 --hit_rate=0.95 '
+        '--requests_per_second=20000 --tpot=50'),
+}
+
+
+def written(name: str) -> str:
+    """The text of a block. KeyError: if there is none with this name."""
+    if name in REPORTS:
+        return REPORTS[name]()
+    rows, columns = TABLES[name]
+    return table(rows(), columns)
