@@ -98,7 +98,7 @@ soak: $(VENV)/.installed-test  ## training killed 20 times at any moment, agains
 nanogpt: $(VENV)/.installed  ## nanoGPT (make nanogpt NANOGPT=folder) beside ours: losses, checkpoints, speed (half an hour; PARTS="curves speed": less)
 	$(BIN)/python lab/scripts/nanogpt_parity.py $(NANOGPT) $(PARTS)
 
-docs: $(VENV)/.installed  ## write the numbers of results/ into README.md and docs/
+docs: $(VENV)/.installed  ## write the tables of results/ into README.md and docs/
 	$(BIN)/python -m lab.pages
 
 PART ?= smoke

@@ -16,8 +16,8 @@ from lab.ablation.cells import listed, mean_sd, plus_minus
 from lab.ablation.stats import paired_difference
 from lab.pages.tables import ROOT, cells, load, replays, rows_of, table
 
-# Rows of equal dtypes come before those of mixed ones. Each: file, index of the cell, work, dtypes of
-# nanoKV and of the baseline, the baseline, its name in the file, metric.
+# Rows of equal dtypes come before those of mixed ones. Each: file, index of the cell, work, dtypes
+# of nanoKV and of the baseline, the baseline, its name in the file, metric.
 SPEEDS = [
     ('against-llama.cpp-int8-b1', 1, 'decode of vanilla GPT-2, batch 1, context 900',
      'int8, Q8_0', 'llama.cpp, the same model', 'llama.cpp q8_0', 'tpot_ms'),
