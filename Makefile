@@ -102,7 +102,7 @@ docs: $(VENV)/.installed  ## write the tables of results/ into README.md and doc
 	$(BIN)/python -m lab.pages
 
 PART ?= smoke
-gpu-check: $(VENV)/.installed-test  ## a part of the check of everything on a CUDA GPU: PART=smoke, first, tests, tune, train, ...
+gpu-check: $(VENV)/.installed-test  ## a part of the check of everything on a CUDA GPU: PART=smoke, exact, speed, tune, train, ...
 	PYTHON=$(BIN)/python lab/scripts/gpu_check.sh --part=$(PART)
 
 clean:  ## remove the environment and what training wrote

@@ -27,6 +27,26 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason='needs a CUDA device'))
 
 
+def pytest_runtest_logreport(report):
+    """End the run where CUDA rejects all work, as it does after an illegal memory access: every
+    later test would fail for that reason alone."""
+    if report.failed and torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as e:
+            pytest.exit(f'the device is unusable after {report.nodeid}: {e}', returncode=3)
+
+
+@pytest.fixture(params=['cpu', pytest.param('cuda', marks=pytest.mark.gpu)])
+def device(request):
+    """The device for kernels: the GPU, or without one the CPU, with Triton's interpreter."""
+    from attention.backends import INTERPRETING, triton_enabled
+    if request.param == 'cpu' and not INTERPRETING:
+        pytest.skip('interpreted where there is no GPU')
+    with triton_enabled(True):
+        yield torch.device(request.param)
+
+
 @pytest.fixture(autouse=True)
 def no_silent_fallback(request):
     """On a GPU, code that Dynamo recompiles too often is an error instead of running eagerly."""

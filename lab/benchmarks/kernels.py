@@ -5,6 +5,7 @@ graphs. The speeds are compared with a device-to-device copy and a large matmul 
 Decode attention is first compared with float64. batch_sizes, contexts: rows and keys of decode
 attention; contexts are also the sequence lengths in training.
 """
+import itertools
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from lab.benchmarks import clock, setting
 from training.device import pick_device, pick_dtype
 
 PRODUCT = 8192         # rows and columns of the product
+PAGE = 64              # keys
 CHECKED_ROWS = 2       # of a batch, compared with float64
 MOST_BYTES = 8 * 2 ** 30
 CALLS = 20             # minimum per graph: the events around it take 2 to 4 microseconds
@@ -124,8 +126,18 @@ def decode_cell(shape, batch: int, context: int, tune: bool, device_rates) -> di
     stores = {name: random_stores(batch, n_kv_head, context, D, kind, dtype, device)
               for name, kind in (('int8', torch.int8), ('plain', dtype))}
 
+    lengths = torch.full((batch,), context, device=device)
+
     def kernel(**how):
         return lambda store: stored_attention(q, *store.tensors, tuning=Tuning(**how))
+
+    pages = torch.arange(batch * context // PAGE, device=device, dtype=torch.int32)
+
+    def in_pages(**how):
+        """With one K/V head, consecutive keys of a row are pages without being moved."""
+        return lambda store: stored_attention(
+            q, *(x.view(-1, 1, PAGE, *x.shape[3:]) for x in store.tensors), kv_lens=lengths,
+            table=pages.view(batch, -1), tuning=Tuning(**how))
 
     def whole_heads(attend, q=q):
         return lambda store: attend(q, *store.tensors[:2], enable_gqa=q.size(1) != n_kv_head)
@@ -139,9 +151,13 @@ def decode_cell(shape, batch: int, context: int, tune: bool, device_rates) -> di
         from torch.nn.attention.flex_attention import flex_attention
         sides['FlexAttention'] = whole_heads(torch.compile(flex_attention, dynamic=False)), 'plain'
     if tune:
-        for how in TUNINGS:
-            name = 'int8, ' + ' '.join(f'{key}={value}' for key, value in how.items())
-            sides[name] = kernel(**how), 'int8'
+        for kind, how in itertools.product(stores, TUNINGS):
+            name = f'{kind}, ' + ' '.join(f'{key}={value}' for key, value in how.items())
+            sides[name] = kernel(**how), kind
+        if n_kv_head == 1 and context % PAGE == 0:
+            for kind, how in itertools.product(stores, [{}, *TUNINGS]):
+                name = f'{kind}, pages ' + ' '.join(f'{key}={value}' for key, value in how.items())
+                sides[name.rstrip()] = in_pages(**how), kind
     found = {name: attempt(attend, device, q, stores[kind], device_rates)
              for name, (attend, kind) in sides.items()}
     return {'context': context, 'batch': batch, 'sides': found}

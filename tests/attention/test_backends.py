@@ -149,17 +149,19 @@ def test_of_a_model():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize('T, window', [(256, 64), (300, 100), (129, 0), (1000, 37)])
+@pytest.mark.parametrize('T, window, heads', [
+    (256, 64, (6, 2, 2)), (300, 100, (6, 2, 2)), (129, 0, (6, 2, 2)), (1000, 37, (6, 2, 2)),
+    (1024, 256, (12, 1, 1))])
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize('backend', ['auto', 'sdpa', 'flex', 'flash_attn', 'varlen', 'math'])
-def test_values_and_gradients_on_a_gpu(backend, dtype, T, window):
+def test_values_and_gradients_on_a_gpu(backend, dtype, T, window, heads):
     if choosing.why_unavailable(backend, CUDA, dtype, 64, 0.0) and backend != 'auto':
         pytest.skip(choosing.why_unavailable(backend, CUDA, dtype, 64, 0.0))
     g = torch.Generator().manual_seed(0)
-    x = [torch.randn(2, h, T, 64, generator=g) for h in (6, 2, 2)]
+    x = [torch.randn(2, h, T, 64, generator=g) for h in heads]
     leaves = [a.to('cuda', dtype).requires_grad_() for a in x]
     exact = [a.detach().cpu().double().requires_grad_() for a in leaves]
-    upstream = torch.randn(2, 6, T, 64, generator=g)
+    upstream = torch.randn(2, heads[0], T, 64, generator=g)
     if backend == 'flash_attn':
         flash_attn.load_flash_attn()
     y = causal_attention(*leaves, window, backend=backend)

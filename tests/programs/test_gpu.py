@@ -1,4 +1,4 @@
-"""The programs on a GPU give what the CPU gives (`lab/scripts/gpu_check.sh --part=tests`)."""
+"""The programs on a GPU give what the CPU gives (`lab/scripts/gpu_check.sh --part=exact`)."""
 import json
 import math
 import os
@@ -92,6 +92,13 @@ def test_an_optimizer_on_the_host(tmp_path, monkeypatch):
         assert more.rows[-1]['iter'] == 15 and math.isfinite(more.rows[-1]['loss'])
     last = losses(tmp_path / 'other')[-1][1]
     assert losses(tmp_path / 'plain')[-1][1] == pytest.approx(last, abs=1e-3)
+
+
+@pytest.mark.parametrize('changes', [dict(int8_forward=True), dict(attention_z_loss=0.1)], ids=str)
+def test_two_steps_of_what_trains_otherwise(tmp_path, changes):
+    config = FULL_STACK | BIG | changes | dict(max_iters=2)
+    cpu = run_train(tmp_path / 'cpu', config)
+    assert_near(run_train(tmp_path / 'gpu', config, **GPU), cpu, 1e-2)
 
 
 @pytest.mark.parametrize('optimizer', ['muon', 'adamw8bit'])
