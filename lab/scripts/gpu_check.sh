@@ -74,9 +74,11 @@ tests() {
   fi
 }
 
-# parallel COMMAND...: in the background, 8 at a time
+# parallel COMMAND...: in the background, 8 at a time on a GPU
 parallel() {
-  while (($(jobs -rp | wc -l) >= 8)); do wait -n; done
+  local most=8
+  [[ $device == cuda ]] || most=2
+  while (($(jobs -rp | wc -l) >= most)); do wait -n; done
   "$@" &
 }
 
@@ -102,7 +104,7 @@ smoke=(captured_steps\[$device-auto-contiguous] captured_steps\[$device-int8-pag
 run_part() {
   case $part in
     smoke)
-      limit=$((limit < 120 ? limit : 120))
+      [[ $device != cuda ]] || limit=$((limit < 120 ? limit : 120))
       for k in "${!smoke[@]}"; do
         parallel tests "$k" "tests/gpu/test_gpt2_shape.py::test_${smoke[k]}"
       done

@@ -19,7 +19,7 @@ case "$*" in
   *--collect-only*) printf 'tests/a/test_a.py::test_a[%s]\n' a b c d e f g h i
     echo 'tests/programs/test_gpu.py::test_first' ;;
   *pytest*test_a\[b]*) echo 'CUDA error'; exit 3 ;;
-  *pytest*test_first*) printf 'FAILED %s - wrong\n' tests/programs/test_gpu.py::test_first; exit 1 ;;
+  *pytest*test_first*) echo 'FAILED tests/programs/test_gpu.py::test_first - wrong'; exit 1 ;;
   *bench.py*b64-8k.json*) sleep 60 ;;
   *bench.py*b1-1k.json*) echo 'no memory'; exit 1 ;;
   *bench.py*--mode=train*) file=${*: -1}
