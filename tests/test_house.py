@@ -24,7 +24,7 @@ CORE_TOKENS = 15_500
 # number. These are the sizes of today; the aim is 24,000 lines without tests, 22,500 of tests.
 BUDGETS = {
     'train.py sample.py chat.py serve.py ablate.py bench.py': 1_034,
-    'lab/': 8_697,
+    'lab/': 7_673,
     'serving/': 1_478,
     'interop/': 2_026,
     'training/': 4_250,
@@ -33,7 +33,7 @@ BUDGETS = {
     'kv/': 1_937,  # without the core
     'data/': 2_785,
     'config/ configurator.py': 1_992,
-    'tests/': 31_165,
+    'tests/': 31_065,
 }
 house = pytest.mark.house
 

@@ -22,12 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import configurator
 from data.datasets import DATA_ROOT
-from engine.captured import captured_decode
+from engine.steps.captured import captured_decode
 from engine.engine import Engine
-from engine.fused_linear import fused_linear
-from engine.params import SamplingParams
-from engine.prepare import prepare
-from engine.quantized import Int8Linear
+from engine.steps.fused_linear import fused_linear
+from engine.requests.params import SamplingParams
+from engine.steps.prepare import prepare
+from engine.weights.quantized import Int8Linear
 from kv.parts import tensor_nbytes
 from lab.benchmarks.kernels import milliseconds_a_call, n_copies
 from lab.benchmarks.setting import build, model_config, one_token, random_tokens

@@ -12,11 +12,11 @@ from attention.cached import dequantized
 from attention.rope import RotaryTable, norm_and_rotate
 from config.gpt_config import GPTConfig
 from engine import native
-from engine.captured import CapturedDecode
-from engine.paged import PagedKVCache
-from engine.params import SamplingParams
-from engine.quantized import Int8Linear, quantize_rows
-from engine.static import put
+from engine.steps.captured import CapturedDecode
+from engine.pages.cache import PagedKVCache
+from engine.requests.params import SamplingParams
+from engine.weights.quantized import Int8Linear, quantize_rows
+from engine.steps.static import put
 from kv.cache import KVCache
 from kv.slots import KVStore
 from lab.benchmarks.kernels import fill_random
@@ -25,7 +25,7 @@ from tests.helpers.models import FULL_STACK, random_model
 pytest.importorskip('triton')
 from attention.kernels.decode import stored_attention  # noqa: E402
 from attention.kernels.qkv import write_qkv  # noqa: E402
-from engine.fused_linear import fused_linear  # noqa: E402
+from engine.steps.fused_linear import fused_linear  # noqa: E402
 from lab.scripts import gpu_times  # noqa: E402
 
 # dtype of the arithmetic -> largest error, relative to a row's largest value
