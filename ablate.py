@@ -9,8 +9,9 @@ of each.
     python ablate.py config/ablate_prices.py --report_only=True
     python ablate.py --help
 
-Writes results/NAME: report.md, report.html, pictures, results.json, and a JSON file for each row
-and seed. Finished runs are not repeated, even on a different machine, as long as their files exist.
+Writes results/NAME: report.md, pictures, table.csv, results.json, and runs.jsonl with a line for
+each row and seed. Finished runs are not repeated. To combine two machines' runs, join their
+runs.jsonl with `cat`.
 On Ctrl-C, running training jobs save a checkpoint; the same command resumes them.
 How to write your own ladder: docs/ablations.md
 """
@@ -150,12 +151,13 @@ def main(argv=None):
     else:
         with only_writer(results.folder, 'Wait until it has ended, or give another --folder'):
             failed = train_all(ladder, results, argv, only)
+            results.compact()
             # a first report, in case the speed measurement fails
             write_report(summary_of(ladder, results, measure=False), results.folder)
             summary = summary_of(ladder, results, measure=not only)
     write_report(summary, results.folder, s.also_as)
     show(summary)
-    print(f'\nreport: {results.folder / "report.html"}')
+    print(f'\nreport: {results.folder / "report.md"}')
     if s.json:
         print(json.dumps(summary))
     if failed:

@@ -1,10 +1,5 @@
-"""Tables of text, printed in the terminal (rich) and written as Markdown, HTML and LaTeX."""
-import html
+"""Tables of text, printed in the terminal (rich) and written as Markdown."""
 from dataclasses import dataclass, field, replace
-
-LATEX_ESCAPES = {ord(c): '\\' + c for c in '&%$#_{}'} | {
-    ord('~'): r'\textasciitilde{}', ord('^'): r'\textasciicircum{}', ord('\\'): r'\textbackslash{}',
-    ord('±'): r'$\pm$', ord('<'): r'$<$', ord('>'): r'$>$'}
 
 
 @dataclass
@@ -21,28 +16,6 @@ class Table:
             return '| ' + ' | '.join(cell.replace('|', '\\|') for cell in cells) + ' |'
         rules = ('---' if column in self.left else '---:' for column in self.columns)
         return '\n'.join([line(self.columns), f"|{'|'.join(rules)}|", *map(line, self.rows)])
-
-    def html(self) -> str:
-        """A heading (the title up to its first colon), a paragraph (the rest of the title) and the
-        table. Column heads are buttons; left-aligned cells have the class 'word'."""
-        def line(tag, texts):
-            classes = (' class="word"' if column in self.left else '' for column in self.columns)
-            cells = (f'<{tag}{attribute}>{text}</{tag}>' for attribute, text in zip(classes, texts))
-            return f"<tr>{''.join(cells)}</tr>"
-        head = line('th', (f'<button>{html.escape(column)}</button>' for column in self.columns))
-        body = '\n'.join(line('td', map(html.escape, row)) for row in self.rows)
-        name, _, rest = self.title.partition(':')
-        return (f'<h2>{html.escape(name)}</h2><p>{html.escape(rest.strip())}</p>'
-                '<div class="wide" tabindex="0"><table>'
-                f'<thead>{head}</thead>\n<tbody>{body}</tbody></table></div>')
-
-    def latex(self) -> str:
-        """A tabular environment."""
-        def line(cells):
-            return ' & '.join(cell.translate(LATEX_ESCAPES) for cell in cells) + r' \\'
-        kinds = ''.join('l' if column in self.left else 'r' for column in self.columns)
-        lines = [rf'\begin{{tabular}}{{{kinds}}}', r'\hline', line(self.columns), r'\hline']
-        return '\n'.join([*lines, *map(line, self.rows), r'\hline', r'\end{tabular}', ''])
 
     def print(self, console) -> None:
         """Print the title and table on a rich Console. If the table is too wide, text is wrapped;

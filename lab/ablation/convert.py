@@ -24,10 +24,8 @@ def main(argv=None):
     if not path.is_file() or load_checkpoint(path)['iter_num'] != max_iters:
         reason = 'are not trained yet: train that row first (or name it in --only too)'
         if results.read(origin, seed):
-            # no absolute path: reports, which are committed, quote this
-            measured = results.path(origin, seed)
-            reason = f'were trained elsewhere: delete {measured.parent.name}/{measured.name} of ' \
-                     'its results to train them here'
+            reason = f'were trained elsewhere: delete its line in {results.path.name} to train ' \
+                     'them here'
         raise UserError(f'row {name!r} begins with the weights of {origin.name!r}, seed {seed}, '
                         f'which {reason}')
     config = ladder.trained_config(row)

@@ -2,7 +2,7 @@
 
     python -m lab.ablation.measure ROW SEED CONFIG ...
 
-ablate.py starts this after a run is trained. Writes measured/ROW-seedSEED.json for each row.
+ablate.py starts this after a run is trained. Appends a line to runs.jsonl for each row.
 """
 import copy
 import dataclasses
@@ -93,7 +93,7 @@ def losses(model, row, windows, tokenizer) -> tuple[dict, torch.Tensor]:
             'cache_minus_forward_largest': apart,
             'bits_per_byte': evaluate.bits_per_byte(cached.loss, tokens, size),
             'perplexity': math.exp(cached.loss),
-            'loss_by_position': [round(x, 5) for x in cached.by_position.tolist()],
+            'loss_by_position': [round(x, 3) for x in cached.by_position.tolist()],
             'loss_by_window': [round(x, 5) for x in cached.by_window.tolist()],
             'kv_dtype': kv_dtype, 'windows': len(windows), 'tokens': tokens, 'bytes': size,
             'chunks': [first, chunk]}, cached.nats
@@ -116,7 +116,7 @@ def training_figures(out_dir: Path, s) -> dict:
     rows = read_metrics(out_dir / 'metrics.jsonl')
     evaluations = [[row['iter'], row['train_loss'], row['val_loss']]
                    for row in rows if 'val_loss' in row]
-    curve = [[row['iter'], None if row['loss'] is None else round(row['loss'], 5)]
+    curve = [[row['iter'], None if row['loss'] is None else round(row['loss'], 3)]
              for row in rows]  # None: not finite
     tokens_per_iter = s.batch_size * s.gradient_accumulation_steps * s.block_size
     return {'curve': curve, 'evaluations': evaluations,
@@ -143,7 +143,7 @@ def recall(model, row, task, rows: int = RECALL_ROWS) -> dict:
 
 
 def measure(ladder, row, seed: int, saved, path: Path) -> dict:
-    """Return the contents of the result file of one row with one seed."""
+    """Return the result of one row with one seed."""
     s = ladder.settings(row)
     device = pick_device(s.device)
     model = trained_model(ladder, row, saved, path).to(device)
@@ -167,8 +167,7 @@ def measure(ladder, row, seed: int, saved, path: Path) -> dict:
             found = find_identifiers(tokens.window(0, len(tokens)), tokenizer)
             starts = np.array(evaluate.window_starts(len(tokens), *asked))
             judged['identifiers'] = loss_by_distance(nats.numpy(), starts, found)
-    return {'row': row.name, 'seed': seed, 'fingerprint': ladder.fingerprint(row),
-            'trained_as': ladder.trainer(row).name, 'command': ladder.command(row, seed),
+    return {'fingerprint': ladder.fingerprint(row), 'trained_as': ladder.trainer(row).name,
             **sizes, **judged, 'training': training_figures(path.parent, s),
             'settings': vars(s) | {'seed': seed, 'out_dir': '', 'device': ''},
             'dtype': str(pick_dtype(s.dtype, device)).removeprefix('torch.'),

@@ -1,4 +1,4 @@
-"""The pictures of a report, for light and dark pages."""
+"""The pictures of a report."""
 import io
 import math
 from pathlib import Path
@@ -37,7 +37,7 @@ FEW = 3  # lines with fewer points have markers
 SIDE = '#8b949e'  # grey
 
 
-def draw_all(summary: dict, dark: bool = False, kind: str = 'png') -> dict[str, bytes]:
+def draw_all(summary: dict, kind: str = 'png') -> dict[str, bytes]:
     """Return name in TITLES -> file ('png', 'svg' or 'pdf'). Pictures without data are omitted."""
     if not summary['pictures']:
         return {}
@@ -50,7 +50,7 @@ def draw_all(summary: dict, dark: bool = False, kind: str = 'png') -> dict[str, 
     # omit metadata that would change from run to run
     metadata = {'png': {'Software': None}, 'svg': {'Date': None}, 'pdf': {'CreationDate': None}}
     for draw in DRAWN:
-        with subplots(figsize=(7.2, 4.4), page='dark' if dark else 'light') as (figure, axis):
+        with subplots(figsize=(7.2, 4.4)) as (figure, axis):
             draw(axis, summary, color)
             if any(each.has_data() for each in figure.axes):
                 file = io.BytesIO()
@@ -73,7 +73,7 @@ def not_drawn(summary: dict) -> list[str]:
 
 
 def write_all(summary: dict, folder: Path, also_as: str = '') -> list[str]:
-    """Write the light pictures as PNG and in the format `also_as`, if given, and delete those of an
+    """Write the pictures as PNG and in the format `also_as`, if given, and delete those of an
     earlier report. Returns their names."""
     for name in TITLES:
         for kind in ('png', 'svg', 'pdf'):

@@ -1,11 +1,12 @@
-"""Write the report of a summary: results.json, report.md, report.html, pictures, and the main table
-as table.csv and table.tex. Print its tables on the terminal."""
+"""Write the report of a summary: results.json, report.md, pictures, and the main table as
+table.csv. Print its tables on the terminal."""
 
 from kv.console import output
 from lab.ablation import tables
-from lab.ablation.page import page
 from lab.ablation.pictures import TITLES, not_drawn, write_all
 from lab.files import write_json, write_whole
+
+CURVES = 'evaluations', 'gap', 'loss_by_position'
 
 
 def write_report(summary: dict, folder, also_as: str = '') -> None:
@@ -13,11 +14,16 @@ def write_report(summary: dict, folder, also_as: str = '') -> None:
 
     Raises UserError if matplotlib is missing or a file cannot be written.
     """
-    write_json(folder / 'results.json', summary)
+    write_json(folder / 'results.json', without_curves(summary))
     write_whole(folder / 'report.md', markdown(summary, write_all(summary, folder, also_as)))
-    write_whole(folder / 'report.html', page(summary))
     write_whole(folder / 'table.csv', tables.as_csv(summary))
-    write_whole(folder / 'table.tex', tables.grids(summary)[0].latex())
+
+
+def without_curves(summary: dict) -> dict:
+    """The summary without what is only drawn. The runs have it."""
+    rows = [{key: value for key, value in row.items() if key not in CURVES}
+            for row in summary['rows']]
+    return {key: value for key, value in summary.items() if key != 'lookup_rows'} | {'rows': rows}
 
 
 def markdown(summary: dict, pictures: list[str]) -> str:

@@ -1,13 +1,14 @@
-"""The files of a ladder: a JSON file for each row and seed, so that a ladder can be measured on
-several machines."""
+"""The files of a ladder. Each row and seed is a line of runs.jsonl, so that a ladder can be
+measured on several machines."""
 import json
-import re
 import textwrap
+from collections import Counter
 from pathlib import Path
 
 from config.errors import UserError
-from lab.ablation.ladder import digest
-from lab.files import write_json
+from config.files import regular_only
+from lab.ablation.ladder import digest, slug_of
+from lab.files import write_json, write_whole
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / 'results'
@@ -31,43 +32,108 @@ def read_json(path: Path):
         raise UserError(f'{path} cannot be read: {e}; delete it to measure again') from e
 
 
+def read_lines(path: Path) -> list[dict]:
+    """Return the documents of a file of JSON lines. Raises UserError that names a damaged line."""
+    documents = []
+    for number, line in enumerate(path.read_text(encoding='utf-8').splitlines(), 1):
+        try:
+            documents.append(json.loads(line))
+        except ValueError as e:
+            raise UserError(f'{path}, line {number} cannot be read: {e}; delete it to measure '
+                            'again') from e
+    return documents
+
+
+def as_line(document: dict) -> str:
+    return json.dumps(document, separators=(',', ':')) + '\n'
+
+
+def append(path: Path, document: dict) -> None:
+    """Append a line in a single write, so that lines of several processes do not mix."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, 'ab', buffering=0, opener=regular_only) as file:
+            file.write(as_line(document).encode())
+    except OSError as e:
+        raise UserError(f'{path} cannot be written: {e}') from e
+
+
 class Results:
-    """A ladder's folder: measured/ROW-seedSEED.json, speed.json, the report made from them, and
-    runs/ with the checkpoints (not committed)."""
+    """A ladder's folder: runs.jsonl, speed.json, the report made from them, and runs/ with the
+    checkpoints and failures.jsonl (not committed).
+
+    runs.jsonl has a line for each row and seed; the last line of a row and seed counts. The
+    settings of a run are stored as their difference from the nearest line {"base": settings} above
+    it. So files measured on two machines are joined with `cat`.
+    """
 
     def __init__(self, ladder):
         self.ladder = ladder
         self.folder = Path(ladder.s.folder) if ladder.s.folder else RESULTS / ladder.s.name
+        self.path = self.folder / 'runs.jsonl'
+        self.failures_path = self.folder / 'runs' / 'failures.jsonl'
+        self._read = None, {}  # status of the file when it was read, and its runs
 
     def out_dir(self, row, seed: int) -> Path:
         """Return train.py's out_dir for a row; different settings get a different folder."""
         return self.folder / 'runs' / f'{row.slug}-seed{seed}-{self.ladder.training(row)}'
 
-    def path(self, row, seed: int) -> Path:
-        return self.folder / 'measured' / f'{row.slug}-seed{seed}.json'
-
-    def failure_path(self, row, seed: int) -> Path:
-        return self.path(row, seed).with_suffix('.failed.json')
+    def runs(self) -> dict[tuple[str, int], dict]:
+        """Return (slug of the row, seed) -> run, with whole settings, of any settings."""
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            return {}
+        status = found.st_size, found.st_mtime_ns
+        if self._read[0] != status:
+            base, runs = {}, {}
+            for line in read_lines(self.path):
+                base = line.get('base', base)
+                if 'row' in line:
+                    line['settings'] = base | line['settings']
+                    runs[slug_of(line['row']), line['seed']] = line
+            self._read = status, runs
+        return self._read[1]
 
     def seeds(self, row) -> list[int]:
         """The requested seeds, and those measured earlier."""
-        names = (path.stem for path in (self.folder / 'measured').glob('*.json'))
-        matches = (re.fullmatch(re.escape(row.slug) + r'-seed(\d+)', name) for name in names)
-        return sorted({*self.ladder.seeds(row), *(int(match[1]) for match in matches if match)})
+        measured = (seed for slug, seed in self.runs() if slug == row.slug)
+        return sorted({*self.ladder.seeds(row), *measured})
 
     def read(self, row, seed: int) -> dict | None:
         """Return the result of a run; None if there is none with the row's current settings."""
-        run = read_json(self.path(row, seed))
-        if not isinstance(run, dict) or run.get('fingerprint') != self.ladder.fingerprint(row):
+        run = self.runs().get((row.slug, seed))
+        if run is None or run['fingerprint'] != self.ladder.fingerprint(row):
             return None
-        before = run.get('settings', {})  # fingerprints omit defaults, which may have changed
+        before = run['settings']  # fingerprints omit defaults, which may have changed
         now = self.ladder.weighty(row).items()
         return run if all(before.get(name, value) == value for name, value in now) else None
+
+    def write(self, row, seed: int, run: dict) -> None:
+        """Append a run, with whole settings. Several processes may do so at once."""
+        append(self.path, {'row': row.name, 'seed': seed, **run})
+        if self.failed(row, seed):
+            self.write_failure(row, seed, '')
+
+    def compact(self) -> None:
+        """Sort the runs and store only what differs from the settings that most of them have."""
+        runs = self.runs()
+        if not runs:
+            return
+        settings = [run['settings'] for run in runs.values()]
+        names = set.intersection(*map(set, settings))
+        base = {name: Counter(each[name] for each in settings).most_common(1)[0][0]
+                for name in sorted(names)}
+        lines = [{'base': base}]
+        for _, run in sorted(runs.items()):
+            lines.append(run | {'settings': {name: value for name, value in run['settings'].items()
+                                             if name not in base or value != base[name]}})
+        write_whole(self.path, ''.join(map(as_line, lines)))
 
     def other_core(self, speed: dict | None) -> list[str]:
         """Return lines on results measured with another version of the core, and on those that do
         not record theirs; none if there are no such results. speed: that of speed.json, if used."""
-        runs = {self.path(row, seed).name: self.read(row, seed)
+        runs = {f'{row.name}, seed {seed}': self.read(row, seed)
                 for row in self.ladder.rows.values() for seed in self.seeds(row)}
         cores = {name: run.get('core') for name, run in (runs | {'speed.json': speed}).items()
                  if run}
@@ -76,10 +142,11 @@ class Results:
 
         lines = []
         if other:
-            names = textwrap.shorten(', '.join(other), 200, placeholder=' ...')
+            names = textwrap.shorten('; '.join(other), 200, placeholder=' ...')
             lines.append(f'{len(other)} of {len(cores)} results were measured with another version '
                          f'of the core (model.py, generate.py, kv/, attention/): {names}. Delete '
-                         'these files to measure again, and runs/ to train again')
+                         'their lines in runs.jsonl, or speed.json, to measure again, and runs/ '
+                         'to train again')
         if unknown:
             lines.append(f'{unknown} of {len(cores)} results do not record their version of the '
                          'core')
@@ -87,16 +154,14 @@ class Results:
 
     def failed(self, row, seed: int) -> str:
         """Return the training or measurement error of a failed run; '' if there is none."""
-        for each in (row, self.ladder.trainer(row)):
-            failure = read_json(self.failure_path(each, seed))
-            if failure and failure.get('training') == self.ladder.training(row):
-                return failure['error']
-        return ''
-
-    def write(self, row, seed: int, run: dict) -> None:
-        write_json(self.path(row, seed), run)
-        self.failure_path(row, seed).unlink(missing_ok=True)
+        if not self.failures_path.exists():
+            return ''
+        errors = {(line['row'], line['seed'], line['training']): line['error']
+                  for line in read_lines(self.failures_path)}
+        keys = ((each.name, seed, self.ladder.training(row))
+                for each in (row, self.ladder.trainer(row)))
+        return next(filter(None, map(errors.get, keys)), '')
 
     def write_failure(self, row, seed: int, error: str) -> None:
-        write_json(self.failure_path(row, seed), {
-            'row': row.name, 'seed': seed, 'training': self.ladder.training(row), 'error': error})
+        append(self.failures_path, {'row': row.name, 'seed': seed, 'error': error,
+                                    'training': self.ladder.training(row)})

@@ -95,8 +95,7 @@ def summarize_row(ladder, results, row, measured: dict) -> dict:
     entry |= {'params': first['params'], 'params_all': first['params_all'],
               'learning_rate': first['settings']['learning_rate'],
               'tokens': first['training']['tokens'],
-              'iterations': first['training']['iterations'], 'trained_as': first['trained_as'],
-              'curve': mean_curve([run['training']['curve'] for run in runs.values()])}
+              'iterations': first['training']['iterations'], 'trained_as': first['trained_as']}
     if 'lookup' in first:
         return entry | {'lookup': lookup_of_row([run['lookup'] for run in runs.values()])}
     if 'recall' not in first:

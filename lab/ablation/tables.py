@@ -1,5 +1,5 @@
 """The tables and sentences of a report, from a summary (lab/ablation/summary.py). They are the same
-on the terminal, in report.md and in report.html."""
+on the terminal and in report.md."""
 import csv
 import io
 import statistics
@@ -136,7 +136,7 @@ def notes(summary: dict) -> list[str]:
     note = (' (the losses of these rows were computed through a cache in '
             f"{' or '.join(through)})") if through else ''
     explanation = (
-        'Written by ablate.py from the JSON files in this folder. A row is one change from the '
+        'Written by ablate.py from the files in this folder. A row is one change from the '
         'row above it, a side row (from ...) from the row that it names. KV bytes assume '
         f'bfloat16 where a row does not set its storage{note}, and are compared with vanilla '
         "GPT-2 in bfloat16; the caches were allocated, and their sizes equal the plan's "

@@ -26,13 +26,41 @@ def test_what_was_written_counts_for_the_same_settings_alone(results):
     assert here.read(row, 1) is None
     found = {'fingerprint': here.ladder.fingerprint(row), 'settings': here.ladder.weighty(row)}
     here.write(row, 1, found)
-    assert here.read(row, 1) == found and here.read(row, 2) is None
+    whole = {'row': '+ MQA', 'seed': 1, **found}
+    assert here.read(row, 1) == whole and here.read(row, 2) is None
     for flags, same in (['--log_interval=7'], True), (['--max_iters=7'], False):
         other = results(*flags)
         assert (other.read(other.ladder.rows['+ MQA'], 1) is not None) == same
     int8 = here.ladder.rows['+ int8 KV']
     here.write(int8, 1, found)
     assert here.read(int8, 1) is None  # a different row's
+    here.write(row, 1, found | {'val_loss': 2.0})
+    assert here.read(row, 1)['val_loss'] == 2.0  # the last line counts
+
+
+def test_files_of_two_machines_are_joined(results):
+    """Settings are stored as differences, each file's from its own first line."""
+    here = results()
+    row, path = here.ladder.rows['+ MQA'], here.path
+    found = {'fingerprint': here.ladder.fingerprint(row), 'settings': here.ladder.weighty(row)}
+    whole, files = {}, []
+    for first in (1, 3):
+        for seed in (first, first + 1, first):
+            beta1 = 0.5 if seed == 4 else 0.9
+            whole['mqa', seed] = {'row': '+ MQA', 'seed': seed, **found,
+                                  'settings': found['settings'] | {'beta1': beta1, 'at': first}}
+            here.write(row, seed, whole['mqa', seed])
+        here.compact()
+        assert here.runs() == {key: run for key, run in whole.items() if key[1] >= first}
+        base, *lines = path.read_text().splitlines()
+        assert len(lines) == 2 and json.loads(base)['base']['at'] == first
+        assert json.loads(lines[0])['settings'] == {}
+        files.append(path.read_text())
+        path.unlink()
+    path.write_text(''.join(files))
+    assert here.runs() == whole
+    here.compact()
+    assert here.runs() == whole and path.read_text().count('"base"') == 1
 
 
 def test_a_new_key_of_train_changes_nothing_and_another_default_does(results):
@@ -51,8 +79,8 @@ def test_a_new_key_of_train_changes_nothing_and_another_default_does(results):
 @pytest.mark.parametrize('cores, wanted', [
     (('now', 'now', 'now'), []),
     (('old', 'now', 'older'), ['2 of 3 results were measured with another version of the core '
-                               '.*: mqa-seed1.json, speed.json. Delete']),
-    ((None, 'old', None), ['1 of 3 results were .*: mqa-seed2.json. ', '2 of 3 .* do not record']),
+                               '.*: [+] MQA, seed 1; speed.json. Delete']),
+    ((None, 'old', None), ['1 of 3 results were .*: [+] MQA, seed 2. ', '2 of 3 .* do not record']),
 ])
 def test_results_of_another_core_are_counted_and_kept(results, monkeypatch, cores, wanted):
     monkeypatch.setattr('lab.ablation.results.core_digest', lambda: 'now')
@@ -60,7 +88,8 @@ def test_results_of_another_core_are_counted_and_kept(results, monkeypatch, core
     row = here.ladder.rows['+ MQA']
     for seed, core in enumerate(cores[:2], 1):
         known = {'core': core} if core else {}
-        here.write(row, seed, known | {'fingerprint': here.ladder.fingerprint(row)})
+        here.write(row, seed, known | {
+            'fingerprint': here.ladder.fingerprint(row), 'settings': {}})
     lines = here.other_core({'cells': [], 'core': cores[2]})
     assert len(lines) == len(wanted)
     assert all(re.match(pattern, line) for pattern, line in zip(wanted, lines))
@@ -81,12 +110,11 @@ def test_a_failure_is_remembered_until_it_is_mended(results):
     assert here.failed(row, 1) == ''
 
 
-def test_a_damaged_file_is_named(results):
+def test_a_damaged_line_is_named(results):
     here = results()
     row = here.ladder.rows['+ MQA']
-    here.write(row, 1, {})
-    here.path(row, 1).write_text('{')
-    with pytest.raises(UserError, match='mqa-seed1.json cannot be read.*delete it'):
+    here.write(row, 1, {'settings': {}})
+    with here.path.open('a') as file:
+        file.write('{')
+    with pytest.raises(UserError, match='runs.jsonl, line 2 cannot be read.*delete it'):
         here.read(row, 1)
-    here.path(row, 1).write_text(json.dumps([]))
-    assert here.read(row, 1) is None

@@ -33,12 +33,13 @@ def test_the_smoke_ladder(tmp_path):
     int8, plain = rows['+ int8 KV'], rows['+ window, wider MLP']
     assert int8['trained_as'] == plain['name'] and 0 < abs(int8['against_above']['mean']) < 0.01
     assert int8['kv']['smaller'] > 14 and int8['against_first']['seeds'] == [1, 2]
-    first = json.loads((tmp_path / 'measured' / 'vanilla-gpt-2-seed1.json').read_text())
-    assert first['training']['curve'][0][0] == 0 and len(first['training']['curve']) == 7
+    lines = map(json.loads, (tmp_path / 'runs.jsonl').read_text().splitlines())
+    curve = next(run for run in lines if run.get('row') == 'vanilla GPT-2')['training']['curve']
+    assert curve[0][0] == 0 and len(curve) == 7
 
     pictures = {path.stem for path in tmp_path.glob('*.png')}
     assert pictures == {'talk', 'pareto', 'curves', 'gaps', 'positions', 'decode', 'kv'}
-    page = (tmp_path / 'report.html').read_text()
-    for title in ('The ladder', 'KV cache', 'Speed', 'Training', 'Rows'):
-        assert f'<h2>{title}' in page and (title == 'Rows' or title in run.stdout)
-    assert 'http' not in page and page.count('<img') == 7
+    report = (tmp_path / 'report.md').read_text()
+    assert '\n## Rows' in report and report.count('![') == 7
+    for title in ('The ladder', 'KV cache', 'Speed', 'Training'):
+        assert f'\n{title}' in report and title in run.stdout
