@@ -8,7 +8,7 @@ from pathlib import Path
 from config.errors import UserError
 from config.files import regular_only
 from lab.ablation.ladder import digest, slug_of
-from lab.files import write_json, write_whole
+from lab.files import write_whole
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / 'results'

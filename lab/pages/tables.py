@@ -13,6 +13,12 @@ def load(name: str) -> dict:
     return json.loads((RESULTS / f'{name}.json').read_text(encoding='utf-8'))
 
 
+def lines(name: str) -> list[dict]:
+    """The documents of a file of JSON lines."""
+    text = (RESULTS / f'{name}.jsonl').read_text(encoding='utf-8')
+    return list(map(json.loads, text.splitlines()))
+
+
 def cells(name: str) -> list[dict]:
     """The cells of a benchmark in results/cpu/."""
     return load(f'cpu/{name}')['cells']
@@ -26,8 +32,7 @@ def rows_of(ladder: str) -> dict[str, dict]:
 def replays() -> list[dict]:
     """The results of lab/scripts/sessions.sh, with the name of the server and its dtype."""
     found = []
-    for path in (RESULTS / 'sessions' / 'replay').glob('*.json'):
-        each = json.loads(path.read_text(encoding='utf-8'))
+    for each in lines('sessions/replay'):
         dtype = each['more'].rpartition('=')[2]
         found.append(each | {'name': SERVERS[f"{each['server']} {dtype}".strip()]})
 
