@@ -101,15 +101,15 @@ def chosen(ladder) -> set:
 
 
 def measured_speed(ladder, results, measure: bool) -> dict | None:
-    """Return the speed of all rows, as measured earlier on any machine. Missing cells are measured
-    if `measure` is set."""
+    """Return the speed of all rows, as measured earlier on any machine. If it was not, and
+    `measure` is set, it is measured now."""
     if not ladder.s.speed:
         return None
     path, speed = results.folder / 'speed.json', cost.Speed(ladder)
     found = speed.of(read_json(path))
-    # failed cells are not measured again
-    if measure and not (found and len(found['cells']) == len(speed.todo)):
-        return speed.measure(found, lambda document: write_json(path, document))
+    if measure and not found:
+        found = speed.measure()
+        write_json(path, found)
     return found
 
 

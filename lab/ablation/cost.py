@@ -112,40 +112,26 @@ class Speed:
             return None
         return document | {'decodes_as': self.decodes_as, 'trains_as': self.trains_as}
 
-    def measure(self, before: dict | None = None, save=lambda document: None) -> dict:
+    def measure(self) -> dict:
         """Measure all cells. A failed measurement (a cache larger than the memory) is listed under
-        its cell's `errors`.
-
-        before: an earlier document, whose cells are reused if they were measured on this machine.
-        save: called with the document after each cell.
-        """
+        its cell's `errors`."""
         self.device = pick_device((self.s.devices or self.s.device).split(',')[0].strip())
         self.dtype = pick_dtype(self.dtype_name, self.device)
-        facts = {'device': device_name(self.device), 'processor': processor(),
-                 'threads': torch.get_num_threads(), 'torch': torch.__version__,
-                 'dtype': str(self.dtype).removeprefix('torch.'), 'steps': STEPS,
-                 'repeats': self.s.repeats, 'shape': self.s.shape, 'core': core_digest()}
-        known = {}
-        if before and all(before.get(name) == value for name, value in facts.items()):
-            known = {(cell['kind'], cell['context'], cell['batch']): cell
-                     for cell in before['cells']}
-        facts |= {'fingerprint': self.fingerprint, 'decodes_as': self.decodes_as,
-                  'trains_as': self.trains_as}
-
-        def document():
-            return facts | {'cells': [known[at] for at in self.todo if at in known]}
         torch.manual_seed(0)
         self.models = {}
         measures = {'decode': self._decode, 'prefill': self._prefill, 'train': self._train}
-        for k, at in enumerate(self.todo, 1):
-            if at not in known:
-                kind, context, batch = at
-                title = TITLES[kind].format(context, batch)
-                print(f'timing {k} of {len(self.todo)}: {title}', file=sys.stderr, flush=True)
-                cell = {'kind': kind, 'context': context, 'batch': batch}
-                known[at] = cell | measures[kind](title, context, batch)
-                save(document())
-        return document()
+        cells = []
+        for k, (kind, context, batch) in enumerate(self.todo, 1):
+            title = TITLES[kind].format(context, batch)
+            print(f'timing {k} of {len(self.todo)}: {title}', file=sys.stderr, flush=True)
+            cell = {'kind': kind, 'context': context, 'batch': batch}
+            cells.append(cell | measures[kind](title, context, batch))
+        return {'device': device_name(self.device), 'processor': processor(),
+                'threads': torch.get_num_threads(), 'torch': torch.__version__,
+                'dtype': str(self.dtype).removeprefix('torch.'), 'steps': STEPS,
+                'repeats': self.s.repeats, 'shape': self.s.shape, 'core': core_digest(),
+                'fingerprint': self.fingerprint, 'decodes_as': self.decodes_as,
+                'trains_as': self.trains_as, 'cells': cells}
 
     def _turns(self, makers: dict, title: str) -> tuple[dict, dict]:
         """Return (key -> results of its rounds, key -> error). makers: key -> function that returns
