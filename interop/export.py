@@ -22,7 +22,6 @@ from config.errors import UserError
 from config.gpt_config import NANOGPT_FIELDS, GPTConfig, model_args
 from configurator import run_program
 from data.datasets import DATA_ROOT
-from interop.fields import check_supported
 from interop.huggingface import GELUS, TRANSPOSED
 from interop.load import tokenizer_of
 from interop.tokenizer_files import save_tokenizer
@@ -73,15 +72,18 @@ def hf_model(model, dtype: torch.dtype = torch.float32, end: int | None = None,
     end: the token that ends a text. source: recorded in config.json as `nanokv_source`.
     UserError: if transformers is missing, a field of the config is not supported, or the model has
         windows of one token."""
-    check_supported(model_args(model.config), 'interop.export')
     try:
         import transformers
 
+        from interop.configuration_nanokv import DEFAULTS
         from interop.modeling_nanokv import NanoKVConfig, NanoKVForCausalLM
     except ImportError as e:
         package = e.name or 'a newer transformers'
         raise UserError(f"exporting needs {package}: pip install -e '.[export]'") from e
     config, weights = model.config, model.state_dict()
+    for name, value in model_args(config).items():
+        if name not in DEFAULTS:
+            raise UserError(f'{name}={value!r} is not supported by interop.export')
     if any(layer.window == 1 for layer in model.plan.layers):
         raise UserError('window_size=1 cannot be exported: the caches of transformers need 2 or '
                         'more')

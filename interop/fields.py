@@ -1,24 +1,9 @@
 """The keys of an exported model's config.json: `nanokv`, and those derived from it."""
 import dataclasses
 
-from config.errors import UserError, shown
+from config.errors import shown
 from config.gpt_config import GPTConfig
 from kv.plan import LOCAL, plan_kv
-
-# The fields of GPTConfig that this room supports. Who adds one here teaches it to export.is_gpt2,
-# to modeling_nanokv.py and to nanokv_vllm, which have lists of their own.
-FIELDS = (
-    'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'dropout', 'bias', 'n_kv_head',
-    'head_dim', 'layer_pattern', 'window_size', 'kv_share', 'share_global_kv', 'pos_embedding',
-    'rope_theta', 'rope_theta_global', 'qk_norm', 'mlp_hidden', 'gelu', 'kv_quant_train',
-    'attn_sink', 'rope_fraction_global', 'key_offset', 'kv_tied', 'kv_latent', 'act_clamp')
-
-
-def check_supported(nanokv: dict, program: str) -> None:
-    """Raise UserError if `nanokv`, as from `model_args`, has a field that is not in FIELDS."""
-    for name, value in nanokv.items():
-        if name not in FIELDS:
-            raise UserError(f'{name}={shown(value)} is not supported by {program}')
 
 
 def derived_keys(config: GPTConfig) -> dict:
@@ -42,9 +27,11 @@ def gpt_config(nanokv: dict, other_keys: dict) -> GPTConfig:
     or one of `other_keys` contradicts it."""
     if not isinstance(nanokv, dict):
         raise ValueError(f'config.json: nanokv={shown(nanokv)} is not an object')
-    check_supported(nanokv, 'interop.import_hf (nanokv in config.json)')
     types = {f.name: f.type for f in dataclasses.fields(GPTConfig)}
     for name, value in nanokv.items():
+        if name not in types:
+            raise ValueError(f'config.json: {name}={shown(value)} is not supported by '
+                             'interop.import_hf')
         if type(value) is not types[name] and not (types[name] is float and type(value) is int):
             raise ValueError(f'config.json: nanokv.{name}={shown(value)} is not '
                              f'{types[name].__name__}')

@@ -12,7 +12,7 @@ from config.gpt_config import GPTConfig, model_args
 from interop import import_hf
 from interop.configuration_nanokv import DEFAULTS, NanoKVConfig
 from interop.export import hf_model
-from interop.fields import FIELDS, derived_keys
+from interop.fields import derived_keys
 from interop.modeling_nanokv import NanoKVForCausalLM
 from tests.helpers.models import FULL_STACK, VOCAB, configs, full_logits, random_model, tokens
 
@@ -347,7 +347,7 @@ def test_invalid_configs_are_refused(keys, message):
 @given(configs())
 def test_config_keys_follow_the_plan(config):
     """The exported file has its own copy of the defaults and of the plan."""
-    assert DEFAULTS == {name: getattr(GPTConfig, name) for name in FIELDS}
+    assert DEFAULTS == {name: getattr(GPTConfig, name) for name in DEFAULTS}
     exported = NanoKVConfig(nanokv=model_args(config)).to_dict()
     assert exported['nanokv'] == model_args(config)
     expected = derived_keys(config)

@@ -2,8 +2,9 @@
 import pytest
 
 from config.gpt_config import GPTConfig, model_args
+from interop import configuration_nanokv
 from interop.export import hf_model
-from interop.fields import FIELDS, derived_keys
+from interop.fields import derived_keys
 from interop.nanokv_vllm.config import DEFAULTS, NanoKVConfig
 from kv import account
 from kv.plan import plan_kv
@@ -19,7 +20,7 @@ SHAPES = [FULL_STACK, dict(FULL_STACK, bias=False, qk_norm=False, n_kv_head=2, m
 
 
 def test_it_knows_the_fields_that_there_are():
-    assert DEFAULTS == {name: getattr(GPTConfig, name) for name in FIELDS}
+    assert DEFAULTS == configuration_nanokv.DEFAULTS
     with pytest.raises(ValueError, match="colour='red' is not supported by this version of the pl"):
         NanoKVConfig(nanokv={'colour': 'red'})
     with pytest.raises(ValueError, match='nanokv.key_offset=True: vLLM'):
