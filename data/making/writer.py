@@ -2,11 +2,10 @@
 
 Folders inside the dataset's folder during a preparation:
 
-    .new.tmp/         the files being written, and progress.json if the preparation can be resumed
-    .complete.tmp/    the same, renamed when complete: the old dataset is being removed
-    .ready.tmp/       the same, renamed after that: files are being moved into place
+    .new.tmp/      the files being written, and progress.json if the preparation can be resumed
+    .ready.tmp/    the same, renamed when complete: they are replacing those of the old dataset
 
-publish() finishes what a killed process left in the last two. The file that marks a folder as
+publish() finishes what a killed process left in the second. The file that marks a folder as
 prepared (train.bin or train_00000.bin) is removed first and added last.
 """
 
@@ -28,7 +27,7 @@ from config.files import regular_only
 from config.folder_lock import one_at_a_time
 from data.tokenfiles import MAX_ID, TOKEN_DTYPE, dtype_of, meta_problem, split_files
 
-NEW, COMPLETE, READY = '.new.tmp', '.complete.tmp', '.ready.tmp'
+NEW, READY = '.new.tmp', '.ready.tmp'
 PROGRESS, RESULT = 'progress.json', 'result.json'  # not part of the dataset
 MARKERS = ('train.bin', 'train_00000.bin')
 
@@ -165,8 +164,7 @@ class TokenWriter:
         for path in [*self.folder.glob('*.bin'), self.folder / 'meta.pkl']:
             if path.is_dir():
                 raise UserError(f'{str(path)!r} is a folder, where a file of the dataset belongs')
-        result = _read_json(self.folder / COMPLETE / RESULT)
-        result = _read_json(self.folder / READY / RESULT) or result
+        result = _read_json(self.folder / READY / RESULT)
         publish(self.folder)
         if self.key is not None and not self.restart and result.get('key') == self.key:
             self.finished, self.tokens = True, result['tokens']
@@ -235,11 +233,11 @@ class TokenWriter:
                 self._write('meta.pkl', pickle.dumps(self.meta))
             if self.source is not None:
                 self._write('source.json', json.dumps(self.source, indent=1).encode())
-            if self.key is not None:
-                result = {'key': self.key, 'tokens': self.tokens}
-                self._write(RESULT, json.dumps(result).encode())
+            files = [path.name for path in self._new.iterdir()]
+            result = {'key': self.key, 'tokens': self.tokens, 'files': files}
+            self._write(RESULT, json.dumps(result).encode())
             try:
-                os.replace(self._new, self.folder / COMPLETE)
+                os.replace(self._new, self.folder / READY)
                 publish(self.folder)
             except KeyboardInterrupt:  # too late to keep the old dataset
                 publish(self.folder)
@@ -254,22 +252,23 @@ class TokenWriter:
 def publish(folder: Path) -> None:
     """Replace the dataset in `folder` by a completely written one, or resume doing so.
     Raises UserError if a folder of the preparation is a link."""
-    complete, ready = folder / COMPLETE, folder / READY
-    for path in (folder / NEW, complete, ready):
+    ready = folder / READY
+    for path in (folder / NEW, ready):
         if path.is_symlink():  # the files in it belong elsewhere
             raise UserError(f'{str(path)!r} is a link, where a folder of the preparation belongs: '
                             'delete it')
-    if complete.exists():
+    if not ready.exists():
+        return
+    if result := _read_json(ready / RESULT):  # otherwise all files have been moved
         old = [*split_files(folder, 'train'), *split_files(folder, 'val'),
                folder / 'meta.pkl', folder / 'source.json']  # an old meta.pkl would decode new ids
         for path in sorted(old, key=_order, reverse=True):
-            path.unlink(missing_ok=True)
-        os.replace(complete, ready)
-    if ready.exists():
+            if path.name not in result['files'] or (ready / path.name).exists():
+                path.unlink(missing_ok=True)
         for path in sorted(ready.iterdir(), key=_order):
             if path.name not in (PROGRESS, RESULT):
                 os.replace(path, folder / path.name)
-        shutil.rmtree(ready)
+    shutil.rmtree(ready)
 
 
 def _order(path: Path) -> int:

@@ -119,7 +119,7 @@ def test_interrupted_while_it_is_published(run, whole, tmp_path, capsys, kill):
     class Kill(BaseException):
         pass
 
-    for number in range(len(expected) + 2):  # two folders are renamed, then the files are
+    for number in range(len(expected) + 1):  # a folder is renamed, then the files are
         with pytest.MonkeyPatch.context() as patch:
             real, calls = os.replace, []
 

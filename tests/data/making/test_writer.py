@@ -16,7 +16,7 @@ from data.tokenfiles import is_prepared, open_split
 from tests.data.making.support import contents
 
 META = {'vocab_size': 3, 'itos': {0: 'a', 1: 'b', 2: 'c'}, 'stoi': {'a': 0, 'b': 1, 'c': 2}}
-LEFT_OVER = ('.new.tmp', '.complete.tmp', '.ready.tmp')
+LEFT_OVER = ('.new.tmp', '.ready.tmp')
 
 
 def names(folder):
@@ -189,8 +189,7 @@ def test_a_kill_at_any_moment_loses_neither(tmp_path, change):
             os._exit(0)
         os.waitpid(child, 0)
         found.append(one_of_two(folder, old, new))
-        kept = found[-1] == 'old' and not (folder / '.complete.tmp').exists()
-        kept = kept and not (folder / '.ready.tmp').exists()
+        kept = found[-1] == 'old' and not (folder / '.ready.tmp').exists()
         assert after_the_next_preparation(folder) == (old if kept else new), number
     assert set(found) == {'old', 'new', 'incomplete'}
 
@@ -202,7 +201,7 @@ def test_an_error_at_any_moment_is_one_line_and_the_next_run_mends_it(tmp_path, 
         Moments(patch, number, fail(OSError(28, 'No space left on device')))
         with contextlib.suppress(UserError):
             write(folder, [[2] * 11], 0, META, val=[2])
-    kept = one_of_two(folder, old, new) == 'old' and not (folder / '.complete.tmp').exists()
+    kept = one_of_two(folder, old, new) == 'old' and not (folder / '.ready.tmp').exists()
     assert after_the_next_preparation(folder) == (old if kept else new)
     write(folder, [[2] * 11], 0, META, val=[2])
     assert contents(folder) == new
