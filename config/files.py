@@ -1,11 +1,13 @@
-"""Writing in folders that others made or can write to, and folders for this user alone.
+"""Files in folders that others made or can write to, and folders for this user alone.
 
-A folder from somebody else may hold links or named pipes in the places where a program writes its
-files. Nothing here follows such a link: a new file replaces it (`replacing`), and a file that is
-changed in place has to be a regular one (`regular_only`).
+A folder from somebody else may hold links or named pipes in the places of a program's files.
+Nothing here follows such a link to write: a new file replaces it (`replacing`), and a file that is
+changed in place has to be a regular one (`regular_only`). Only regular files of a limited size are
+read (`read_bytes`).
 """
 import contextlib
 import errno
+import json
 import os
 import stat
 import uuid
@@ -15,6 +17,7 @@ from pathlib import Path
 # on Windows there are neither of these flags
 NO_LINK = getattr(os, 'O_NOFOLLOW', 0)
 NO_WAIT = getattr(os, 'O_NONBLOCK', 0)  # do not wait for the other end of a named pipe
+MAX_JSON_BYTES = 16 * 2 ** 20  # as Python objects, JSON may take 25 times the memory of its text
 
 
 def regular_only(path, flags: int) -> int:
@@ -31,6 +34,34 @@ def regular_only(path, flags: int) -> int:
         os.close(fd)
         raise OSError(errno.EINVAL, f'{path} is not a regular file with one name: delete it')
     return fd
+
+
+def read_bytes(path: Path, limit: int = MAX_JSON_BYTES) -> bytes:
+    """Return the contents of a file of at most `limit` bytes.
+
+    Raises OSError if it cannot be read, is larger, or is not a regular file: opening a FIFO in the
+    ordinary way would wait for a writer forever.
+    """
+    fd = os.open(path, os.O_RDONLY | NO_WAIT | getattr(os, 'O_BINARY', 0))
+    try:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            raise OSError(errno.EINVAL, 'it is not a regular file', str(path))
+        if info.st_size > limit:
+            raise OSError(errno.EFBIG, f'it is larger than {limit:,} bytes', str(path))
+        with open(fd, 'rb', closefd=False) as file:
+            return file.read(limit)
+    finally:
+        os.close(fd)
+
+
+def read_json(path: Path):
+    """Return the JSON value in a file. Raises OSError as `read_bytes` does, and ValueError if the
+    file is not JSON, not UTF-8, or nested too deeply."""
+    try:
+        return json.loads(read_bytes(path).decode('utf-8-sig'))
+    except RecursionError:
+        raise ValueError('it is nested too deeply') from None
 
 
 def owner_only(path, flags: int) -> int:

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from config.errors import UserError, shown
-from config.reading import read_bytes
+from config.files import read_bytes
 from data.plain_pickle import check_pickle
 
 TOKEN_DTYPE = np.dtype('<u2')

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from config import reading
+from config import files
 from config.errors import UserError, shown
 from config.gpt_config import NANOGPT_FIELDS, GPTConfig
 from config.schema import GPT2_FOLDER, GPT2_TYPES
@@ -137,7 +137,7 @@ def _reason(error):
 def read_json(path):
     """Return the JSON object in the file at `path`. UserError: if there is none."""
     try:
-        raw = reading.read_json(path)
+        raw = files.read_json(path)
     except FileNotFoundError as e:
         raise UserError(f'no {path.name} in {path.parent}: the folder must be {GPT2_FOLDER}') from e
     except (OSError, ValueError) as e:

@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from config.errors import UserError, shown
-from config.files import make_private, owner_only, replacing
-from config.reading import read_json
+from config.files import make_private, owner_only, read_json, replacing
 
 VERSION = 1
 

@@ -7,7 +7,7 @@ installed, the class fills them in; without it, facts that the file lacks are un
 from pathlib import Path
 
 from config.errors import UserError
-from config.reading import read_json
+from config.files import read_json
 
 # where a model of several parts has its text model
 TEXT = ('text_config', 'language_config', 'llm_config', 'thinker_config', 'decoder')

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from config.errors import UserError, shown
-from config.reading import read_bytes
+from config.files import read_bytes
 
 FORMAT = 'nanokv sessions 1'
 KINDS = ('turn', 'edit', 'regenerate', 'fork', 'return')
