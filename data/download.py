@@ -13,12 +13,11 @@ import urllib.request
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, TransferSpeedColumn
+from rich.progress import Progress, ProgressColumn
 
 from config.errors import UserError
 from config.files import replacing
 
-CHUNK = 1 << 18  # bytes read at a time
 TIMEOUT = 20.0  # seconds of silence from the server
 PIP_TIMEOUT = 600.0  # seconds in total for pip
 
@@ -30,7 +29,8 @@ def progress_bar(*columns: str | ProgressColumn) -> Progress:
 
 
 def fetch(url: str, path: Path, sha256: str, hint: str = '') -> None:
-    """Download `url` (https) to `path`, which is only created once complete with the right sha256.
+    """Download `url` (https) by way of memory to `path`, which is only created if its sha256 is
+    right.
 
     hint: advice added to every error, such as how to provide the file by hand.
     Raises UserError for a URL that is not https, no network, an HTTP error, a wrong hash, or a
@@ -40,10 +40,16 @@ def fetch(url: str, path: Path, sha256: str, hint: str = '') -> None:
     if not url.startswith('https://'):
         raise UserError(f'cannot fetch {url!r}: allowed are https URLs')
     try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
+            if not response.geturl().startswith('https://'):
+                raise ValueError(f'it was redirected to {response.geturl()}, which is not https')
+            data = response.read()
+        found = hashlib.sha256(data).hexdigest()
+        if found != sha256:
+            raise ValueError(f'the file has sha256 {found}; allowed is {sha256}')
+        path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as part:
-            found = _download(url, part)
-            if found != sha256:
-                raise ValueError(f'the file has sha256 {found}; allowed is {sha256}')
+            part.write_bytes(data)
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = ' '.join(str(error).split()) or type(error).__name__
         raise UserError(f'cannot fetch {url} to {str(path)!r}: {reason}'
@@ -107,28 +113,3 @@ def last_line(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if line.upper().startswith('ERROR')]
     return (errors or lines or ['it gave no reason'])[-1]
-
-
-def _download(url: str, part: Path) -> str:
-    """Download `url` to the new file `part` and return its sha256."""
-    columns = '{task.description}', BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    digest, size = hashlib.sha256(), 0
-    with (urllib.request.urlopen(url, timeout=TIMEOUT) as response,
-          progress_bar(*columns) as progress):
-        if not response.geturl().startswith('https://'):
-            raise ValueError(f'it was redirected to {response.geturl()}, which is not https')
-        length = response.headers.get('Content-Length', '')
-        expected = int(length) if length.isdigit() else None
-        task = progress.add_task(url.rsplit('/', 1)[-1], total=expected)
-        part.parent.mkdir(parents=True, exist_ok=True)
-        with open(part, 'xb') as file:
-            while chunk := response.read(CHUNK):
-                file.write(chunk)
-                digest.update(chunk)
-                size += len(chunk)
-                progress.update(task, completed=size)
-            file.flush()
-            os.fsync(file.fileno())
-        if expected is not None and size != expected:
-            raise ValueError(f'the connection ended after {size:,} of {expected:,} bytes')
-    return digest.hexdigest()

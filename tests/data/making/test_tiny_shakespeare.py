@@ -6,7 +6,6 @@ import pickle
 import subprocess
 import sys
 import urllib.request
-from email.message import Message
 
 import pytest
 
@@ -56,8 +55,6 @@ def test_download_is_checked_kept_and_not_repeated(name, load_prepare, tiny, tmp
     content = TEXT.replace('\n', '\r\n').encode()
 
     class Response(io.BytesIO):
-        headers = Message()
-
         def geturl(self):
             return tinyshakespeare.URL
 
