@@ -1,7 +1,7 @@
 """Measure the K/V bytes that vLLM allocates per request, for an exported model and for vanilla
-GPT-2 in the same shape.
+GPT-2 in the same shape. The last line of the output is one JSON document.
 
-    python -m interop.nanokv_vllm.kv FOLDER --max_model_len=8192 --max_num_batched_tokens=512 --json
+    python -m interop.nanokv_vllm.kv FOLDER --max_model_len=8192 --max_num_batched_tokens=512
 
 vLLM starts both with dummy weights and reports how many requests of max_model_len tokens fit in its
 memory. A request takes more than the plan's arithmetic, printed next to it: sizes are rounded up to
@@ -82,24 +82,9 @@ def main():
     add('--dtype', default='bfloat16', choices=DTYPES, help='(%(default)s)')
     add('--gpu_memory_utilization', type=float, default=0.2,
         help='share of memory for vLLM (%(default)s)')
-    add('--json', action='store_true', help='end with one JSON document on the last line')
     add('--one', action='store_true', help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.one:
-        print('\n' + json.dumps(measure(args.folder, args)))
-        return
-    found = compare(args)
-    print(f"K and V of a request of {found['max_model_len']:,} tokens, {found['dtype']}, at most "
-          f"{found['max_num_batched_tokens']:,} tokens a step\n")
-    print(f"{'':10}{'vLLM':>16}{'a token':>10}{'arithmetic':>16}")
-    for name in ('vanilla', 'ours'):
-        row = found[name]
-        print(f"{name:10}{row['bytes_per_request']:16,.0f}{row['bytes_per_token']:10,.1f}"
-              f"{row['planned']:16,}")
-    print(f"{'smaller':10}{found['smaller_bytes_per_request']:15.1f}x"
-          f"{'':10}{found['smaller_planned']:15.1f}x")
-    if args.json:
-        print(json.dumps(found))
+    print('\n' + json.dumps(measure(args.folder, args) if args.one else compare(args)))
 
 
 if __name__ == '__main__':

@@ -85,7 +85,7 @@ def test_its_memory_of_a_request_is_small_there_too(tmp_path):
     NanoKVConfig(nanokv=model_args(config),
                  architectures=['NanoKVForCausalLM']).save_pretrained(tmp_path)
     done = subprocess.run([sys.executable, '-m', 'interop.nanokv_vllm.kv', str(tmp_path),
-                           '--max_model_len=8192', '--json'],
+                           '--max_model_len=8192'],
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
