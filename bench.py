@@ -16,9 +16,8 @@ more.
     # transformers, same vanilla weights
     python bench.py --mode=decode --batch_sizes=1,16 --contexts=960 --against=hf
     python bench.py --mode=decode --contexts=960 --steps=8 --against=nanogpt --nanogpt=FOLDER
-    # other inference engines with the same vanilla weights, and a full-stack model of that size
+    # llama.cpp with the same vanilla weights, and a full-stack model of that size
     python bench.py --mode=decode --contexts=960 --against=llama.cpp --weight_dtype=int8
-    python bench.py --mode=decode --contexts=960 --against=ctranslate2 --weight_dtype=int8
     python bench.py $GPT2 --mode=prefill --contexts=1024,8192 --prefill_chunk=1024
     python bench.py $GPT2 --mode=serve --batch_sizes=16 --contexts=64 --requests=64
     # the same model exported, in the environment that lab/scripts/vllm_env.sh makes

@@ -257,11 +257,11 @@ BENCH = _keys(
      ('train', 'decode', 'prefill', 'serve', 'recompute', 'lengths', 'kernels', 'chat')),
     ('against', '', "baseline, timed interleaved: 'vanilla' (GPT-2's KV cache, our code; decode, "
      "prefill, recompute, lengths); in mode decode also 'vanilla_float32', 'float32_kv' (same "
-     "model, float32 cache) or, on the same vanilla weights, 'hf', 'nanogpt', 'llama.cpp', "
-     "'ctranslate2'; in train 'nanogpt'; in prefill 'untrimmed' (all tokens in all layers); in "
-     "prefill and serve 'vllm'",
+     "model, float32 cache) or, on the same vanilla weights, 'hf', 'nanogpt' or 'llama.cpp'; in "
+     "train 'nanogpt'; in prefill 'untrimmed' (all tokens in all layers); in prefill and serve "
+     "'vllm'",
      ('', 'vanilla', 'vanilla_float32', 'float32_kv', 'untrimmed', 'hf', 'nanogpt', 'llama.cpp',
-      'ctranslate2', 'vllm')),
+      'vllm')),
     ('batch_sizes', '1', "all modes but train: batch sizes, as '1,4,16'"),
     ('contexts', '512', "all modes but train: tokens in the cache, as '1024,4096'; tokens of the "
      'prompt in prefill, serve and against other programs; of the sequence in recompute, lengths '

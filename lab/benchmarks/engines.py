@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 
 from config.errors import UserError
@@ -134,64 +133,6 @@ class NanoGPT:
         with self.model.register_forward_hook(stamp):
             tokens = self.model.generate(prompt, steps, top_k=1)
         return Generated.timed(start, stamps, tokens[:, prompt.size(1):])
-
-
-class CTranslate2:
-    """CTranslate2's own formats of the weights: float32 and int8."""
-    packages, install = ('ctranslate2', 'transformers'), 'pip install ctranslate2 transformers'
-    exact, tolerance = ('ctranslate2 float32',), 1e-4
-
-    def __init__(self, lib, _transformers, ours, folder, stack):
-        self.lib, self.generators = lib, {}
-        for kind in ('float32', 'int8'):
-            path = str(Path(folder, kind))
-            converter(ours).convert(path, quantization=kind)
-            generator = lib.Generator(path, device='cpu', compute_type=kind, inter_threads=1,
-                                      intra_threads=torch.get_num_threads())
-            stack.callback(generator.unload_model)
-            self.generators[f'ctranslate2 {kind}'] = generator
-
-    def facts(self) -> dict:
-        kinds = ', '.join(one.compute_type for one in self.generators.values())
-        return {'ctranslate2': self.lib.__version__, 'ctranslate2 arithmetic': kinds}
-
-    def logits(self, idx):
-        out = self.generators[self.exact[0]].forward_batch(idx.tolist())
-        return torch.from_numpy(np.array(out))
-
-    def sides(self, prompt, steps: int, _stack) -> dict:
-        texts = [[str(token) for token in row] for row in prompt.tolist()]
-        return {name: partial(self.generate, generator, texts, steps)
-                for name, generator in self.generators.items()}
-
-    def generate(self, generator, texts, steps: int) -> Generated:
-        first = []
-
-        def stamp(result):  # called for each token of each row (some 10 us)
-            if result.step == 0:
-                first.append(clock.now())
-            return False  # continue
-        start = clock.now()
-        found = generator.generate_batch(
-            texts, max_length=steps, max_batch_size=len(texts), callback=stamp, end_token=[],
-            include_prompt_in_result=False)  # no token ends a text
-        tokens = torch.tensor([each.sequences_ids[0] for each in found])
-        return Generated.timed(start, (first[-1], clock.now()), tokens)
-
-
-def converter(ours):
-    """Return a CTranslate2 converter of `ours`; the text of each token is its id."""
-    from ctranslate2.converters import Converter
-    from ctranslate2.converters.transformers import GPT2Loader
-
-    class FromMemory(Converter):
-        def _load(self):
-            loader = GPT2Loader()
-            spec = loader.get_model_spec(hugging_face(ours))
-            loader.set_vocabulary(spec, [str(i) for i in range(ours.config.vocab_size)])
-            spec.config.bos_token = spec.config.eos_token = spec.config.unk_token = '0'
-            return spec
-    return FromMemory()
 
 
 def check_vanilla(config, against: str) -> None:

@@ -1,9 +1,9 @@
 """--mode=decode against another program: complete generations from a prompt, same vanilla weights.
 
 The float32 logits must agree before anything is timed, and the tokens of float32 formats after it
-if our model computes in float32 too; for other formats, equal rows are only counted. llama.cpp and
-CTranslate2, inference engines for CPUs, are also compared with 'full stack': our model with the
-same number of parameters, the full memory stack and random weights.
+if our model computes in float32 too; for other formats, equal rows are only counted. llama.cpp is
+also compared with 'full stack': our model with the same number of parameters, the full memory stack
+and random weights.
 """
 import contextlib
 import dataclasses
@@ -19,12 +19,10 @@ from kv.capacity import parameters
 from kv.plan import plan_kv
 from lab.benchmarks import clock, engines, setting
 from lab.benchmarks.llama import LlamaCpp
-from lab.benchmarks.report import CPU_ENGINES
 from model import GPT
 from training.device import pick_device
 
-PEERS = {'hf': engines.HuggingFace, 'nanogpt': engines.NanoGPT, 'llama.cpp': LlamaCpp,
-         'ctranslate2': engines.CTranslate2}
+PEERS = {'hf': engines.HuggingFace, 'nanogpt': engines.NanoGPT, 'llama.cpp': LlamaCpp}
 TOLERANCE = 1e-4  # for float32 logits: a larger difference is not due to rounding
 CHECKED = 64      # length of the sequence whose logits are compared
 FULL_STACK = dict(n_kv_head=1, layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True,
@@ -37,7 +35,7 @@ def run(s, data_root: Path) -> dict:
     shapes, config = setting.begin(s, data_root, s.steps)
     if s.against != 'nanogpt':
         config.bias = True  # OpenAI's GPT-2 always has biases
-    if s.against in CPU_ENGINES:
+    if s.against == 'llama.cpp':
         config.gelu = 'tanh'  # OpenAI's GPT-2's
     engines.check_vanilla(config, s.against)
     modules = imported(s.against)
@@ -50,7 +48,7 @@ def run(s, data_root: Path) -> dict:
             raise UserError(f'against={s.against!r}: the same weights give logits that differ by '
                             f'{gap:.1e} (up to {peer.tolerance:.0e} would be rounding)')
         models = {'ours': setting.prepared(ours, s)}
-        if s.against in CPU_ENGINES:
+        if s.against == 'llama.cpp':
             models['full stack'] = setting.build(full_stack(config), s)
         cells = [measure(models, peer, setting.random_tokens(ours, batch, context), s)
                  for context, batch in shapes]
@@ -61,7 +59,7 @@ def run(s, data_root: Path) -> dict:
 
 def check_settings(s) -> None:
     """Raise UserError if the two cannot be compared with these settings."""
-    cpu = s.against in CPU_ENGINES
+    cpu = s.against == 'llama.cpp'
     for name, refused, why in (
             ('steps', s.steps < 2, "needs 2 or more, the first token is the prompt's"),
             ('budget', s.budget, 'it has no effect'),
@@ -73,7 +71,7 @@ def check_settings(s) -> None:
             ('gelu', cpu and 'gelu' in s.given and s.gelu != 'tanh',
              "it is 'tanh', OpenAI's GPT-2's"),
             ('device', cpu and pick_device(s.device).type != 'cpu',
-             'all run on the CPU: give --device=cpu')):
+             'both run on the CPU: give --device=cpu')):
         if refused:
             raise UserError(f'{name}={getattr(s, name)!r}: against={s.against!r} {why}')
     if s.against == 'nanogpt':

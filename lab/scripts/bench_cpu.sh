@@ -40,12 +40,12 @@ decode decode-int8-kv --batch_sizes=1,4,16 --contexts=1024,4096,16384 --kv_dtype
 decode decode-1GB --contexts=4096 --budget=1GB $int8 --against=vanilla_float32
 decode decode-bfloat16 --batch_sizes=1,16 --contexts=1024 --dtype=bfloat16
 decode decode-plain-torch --batch_sizes=1,16 --contexts=1024 --native=False
-# llama-cpp-python and gguf, or ctranslate2 and transformers, must be installed
+# llama-cpp-python and gguf must be installed
 peer against-llama.cpp-b1 llama.cpp --steps=32 --batch_sizes=1 --contexts=32,900
 peer against-llama.cpp-b16 llama.cpp --steps=32 --batch_sizes=16 --contexts=900
 peer against-llama.cpp-int8-b1 llama.cpp --steps=32 --batch_sizes=1 --contexts=32,900 --weight_dtype=int8
 peer against-llama.cpp-int8-b16 llama.cpp --steps=32 --batch_sizes=16 --contexts=900 --weight_dtype=int8 --kv_dtype=bfloat16
-peer against-ctranslate2-int8 ctranslate2 --steps=32 --batch_sizes=1,16 --contexts=32 --weight_dtype=int8
+files+=(results/cpu/against-ctranslate2-int8.json)  # measured at commit 02b76de
 peer against-hf hf --batch_sizes=1,16 --contexts=960 --steps=32
 # a checkout of karpathy/nanoGPT in ./nanoGPT
 peer against-nanogpt nanogpt --nanogpt=nanoGPT --batch_sizes=1 --contexts=960 --steps=8

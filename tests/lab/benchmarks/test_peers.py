@@ -1,4 +1,4 @@
-"""Other CPU engines: the same weights give the same logits and tokens as in ours."""
+"""llama.cpp: the same weights give the same logits and tokens as in ours."""
 import contextlib
 import json
 import sys
@@ -17,36 +17,33 @@ from lab.benchmarks.engines import Ours
 from lab.benchmarks.generation import same_tokens, with_biases
 
 NO_LLAMA = 'llama-cpp-python is compiled from source, and so in no list of requirements'
-INSTALLED = {'llama.cpp': ('llama_cpp', 'gguf'), 'ctranslate2': ('ctranslate2', 'transformers')}
-SIDES = {'llama.cpp': ['llama.cpp f32', 'llama.cpp f16', 'llama.cpp q8_0'],
-         'ctranslate2': ['ctranslate2 float32', 'ctranslate2 int8']}
+SIDES = ['llama.cpp f32', 'llama.cpp f16', 'llama.cpp q8_0']
 TINY = GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=48, vocab_size=96, gelu='tanh')
 FLAGS = dict(mode='decode', n_layer=6, n_head=2, n_embd=64, block_size=48, device='cpu',
              contexts=12, batch_sizes=2, steps=3, dataset='none')
 
 
 def flags(**settings):
-    return [f'--{name}={value}' for name, value in (FLAGS | settings).items()]
+    settings = FLAGS | {'against': 'llama.cpp'} | settings
+    return [f'--{name}={value}' for name, value in settings.items()]
+
+
+def installed():
+    return [pytest.importorskip(name, reason=NO_LLAMA) for name in ('llama_cpp', 'gguf')]
 
 
 @pytest.fixture
-def peer(request, tmp_path):
-    """Our model, and the engine `request.param` with the model's weights."""
-    against = request.param
-    modules = [pytest.importorskip(name, reason=NO_LLAMA if name == 'llama_cpp' else None)
-               for name in INSTALLED[against]]
+def peer(tmp_path):
+    """Our model, and llama.cpp with the model's weights."""
+    modules = installed()
     torch.manual_seed(0)
     ours = with_biases(TINY)
     with torch.no_grad():
         ours.lm_head.weight.mul_(20)  # so that logits are far apart
     with contextlib.ExitStack() as stack:
-        yield ours, generation.PEERS[against](*modules, ours, tmp_path, stack)
+        yield ours, llama.LlamaCpp(*modules, ours, tmp_path, stack)
 
 
-each_peer = pytest.mark.parametrize('peer', INSTALLED, indirect=True)
-
-
-@each_peer
 def test_it_has_our_weights(peer):
     ours, theirs = peer
     assert generation.logit_gap(ours, theirs) < 20 * theirs.tolerance  # logits are 20 times larger
@@ -55,7 +52,6 @@ def test_it_has_our_weights(peer):
     assert generation.logit_gap(ours, theirs) > 20 * theirs.tolerance
 
 
-@each_peer
 @pytest.mark.parametrize('shape', [(1, 5), (3, 12), (3, 1)], ids=str)
 def test_it_makes_our_tokens(peer, monkeypatch, shape):
     ours, theirs = peer
@@ -72,42 +68,27 @@ def test_it_makes_our_tokens(peer, monkeypatch, shape):
                        theirs.tolerance)['rows_equal'] == len(prompt)
 
 
-@pytest.mark.parametrize('peer', ['ctranslate2'], indirect=True)
-def test_no_token_ends_a_text(peer, tmp_path):
-    """Not even the one that its converter marks as end of text, which is the most likely here."""
-    ours, theirs = peer
-    with torch.no_grad():
-        ours.transformer.ln_f.weight.zero_()
-        ours.transformer.ln_f.bias.copy_(ours.lm_head.weight[0])
-    with contextlib.ExitStack() as stack:
-        changed = type(theirs)(theirs.lib, None, ours, tmp_path / 'changed', stack)
-        made = changed.sides(torch.randint(96, (2, 4)), 5, stack)[theirs.exact[0]]()
-    assert made.tokens.tolist() == [[0] * 5] * 2
-
-
-@pytest.mark.parametrize('against', INSTALLED)
 @pytest.mark.parametrize('weight_dtype', ['auto', 'int8'])
-def test_bench(capsys, tmp_path, against, weight_dtype):
-    for name in INSTALLED[against]:
-        pytest.importorskip(name, reason=NO_LLAMA if name == 'llama_cpp' else None)
+def test_bench(capsys, tmp_path, weight_dtype):
+    installed()
     file = tmp_path / 'peers.json'
-    bench.main(flags(against=against, weight_dtype=weight_dtype, kv_dtype=weight_dtype, save=file))
+    bench.main(flags(weight_dtype=weight_dtype, kv_dtype=weight_dtype, save=file))
     printed, found = capsys.readouterr().out, json.loads(file.read_text())
     one, = found['cells']
-    assert list(one['sides']) == ['ours', 'full stack', *SIDES[against]]
+    assert list(one['sides']) == ['ours', 'full stack', *SIDES]
     assert found['max_logit_difference'] <= found['tolerance']
     assert found['models']['ours']['gelu'] == 'tanh' and found['models']['ours']['bias'] is True
-    assert one['fastest'] in SIDES[against] and 'rows' not in one['sides']['full stack']
-    assert (one['sides'][SIDES[against][0]]['rows_equal'] == 2) or weight_dtype == 'int8'
+    assert one['fastest'] in SIDES and 'rows' not in one['sides']['full stack']
+    assert (one['sides'][SIDES[0]]['rows_equal'] == 2) or weight_dtype == 'int8'
     assert one['sides']['full stack']['kv_bytes'] < one['sides']['ours']['kv_bytes']
-    if against == 'llama.cpp':  # 256 positions of float16 in each of 6 layers, for two rows
-        assert one['sides']['llama.cpp f32']['kv_bytes'] == 2 * 256 * 6 * 2 * 64 * 2
-    for name in ('ours', *SIDES[against]):
+    # 256 positions of float16 in each of 6 layers, for two rows
+    assert one['sides']['llama.cpp f32']['kv_bytes'] == 2 * 256 * 6 * 2 * 64 * 2
+    for name in ('ours', *SIDES):
         speed = [one['sides'][x]['tokens_per_second']['each'] for x in ('full stack', name)]
         assert one['full_stack_ratios']['tokens_per_second'][name]['each'] == pytest.approx(
             [a / b for a, b in zip(*speed)])
     page = table.page({'peers': table.read(str(file))})
-    assert all(name in text for text in (printed, page) for name in SIDES[against])
+    assert all(name in text for text in (printed, page) for name in SIDES)
 
 
 def test_ours_runs_as_the_settings_have_it(capsys, monkeypatch):
@@ -130,8 +111,8 @@ def test_ours_runs_as_the_settings_have_it(capsys, monkeypatch):
         def sides(self, prompt, steps, stack):
             return {'standin': Ours(seen['ours'], prompt, steps)}
     monkeypatch.setattr(generation, 'imported', lambda against: [])
-    monkeypatch.setitem(generation.PEERS, 'ctranslate2', Standin)
-    bench.main(flags(against='ctranslate2', weight_dtype='int8', kv_dtype='int8', json=True))
+    monkeypatch.setitem(generation.PEERS, 'llama.cpp', Standin)
+    bench.main(flags(weight_dtype='int8', kv_dtype='int8', json=True))
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert seen['checked'] is not Int8Linear and type(seen['ours'].lm_head) is Int8Linear
     assert (found['dtype'], found['kv_dtype']) == ('int8', 'int8')
@@ -144,25 +125,22 @@ def test_other_logits_end_it_before_anything_is_timed(monkeypatch):
     monkeypatch.setitem(generation.PEERS, 'llama.cpp', lambda *_: SimpleNamespace(tolerance=5e-3))
     monkeypatch.setattr(generation, 'logit_gap', lambda ours, peer: 6e-3)
     with pytest.raises(UserError, match="against='llama.cpp'.* logits that differ by 6.0e-03"):
-        bench.main(flags(against='llama.cpp'))
+        bench.main(flags())
 
 
-@pytest.mark.parametrize('against', INSTALLED)
-def test_a_missing_package_is_named_with_its_command(monkeypatch, against):
-    for name in INSTALLED[against]:
+def test_a_missing_package_is_named_with_its_command(monkeypatch):
+    for name in ('llama_cpp', 'gguf'):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UserError, match=f"against='{against}' needs .*pip install") as e:
-        bench.main(flags(against=against))
-    assert '\n' not in str(e.value) and INSTALLED[against][0] in str(e.value)
+    with pytest.raises(UserError, match="against='llama.cpp' needs .*llama_cpp.*pip install"):
+        bench.main(flags())
 
 
-@pytest.mark.parametrize('against', INSTALLED)
 @pytest.mark.parametrize('change, named', [
     (dict(pos_embedding='rope'), "pos_embedding='rope'"), (dict(n_kv_head=1), 'n_kv_head=1'),
     (dict(gelu='exact'), "gelu='exact'"), (dict(compile=True), 'compile=True'),
     (dict(steps=1), 'steps=1'), (dict(budget='1GB'), 'budget='),
     (dict(contexts=46), 'block_size=48'), (dict(nanogpt='there'), 'nanogpt=')], ids=str)
-def test_what_is_refused(monkeypatch, against, change, named):
+def test_what_is_refused(monkeypatch, change, named):
     monkeypatch.setattr(generation, 'imported', lambda against: [])  # installed or not
     with pytest.raises(UserError, match=named):
-        bench.main(flags(against=against, **change))
+        bench.main(flags(**change))
