@@ -1,4 +1,5 @@
-"""Code common to lengths and recompute: checked settings, models, and timed training steps."""
+"""Training steps as the modes train, lengths and recompute time them, and ablate.py: what train.py
+does with one batch, without dropout."""
 import contextlib
 import io
 from pathlib import Path
@@ -8,6 +9,9 @@ import torch
 from config.errors import UserError
 from lab.benchmarks import clock, setting
 from training.device import autocast, pick_dtype
+from training.update import GuardedUpdate, propagate_nonfinite
+
+GRAD_CLIP = 1.0  # train.py's default
 
 
 def training_models(s, data_root: Path):
@@ -32,32 +36,41 @@ def training_models(s, data_root: Path):
 
 
 class TrainingSteps:
-    """A model, its optimizer and one fixed batch. Callable that runs a step (forward, backward,
-    update) and returns its seconds.
+    """A model, its optimizer and its batches. Callable that runs a step (forward, backward, clipped
+    gradients, update) and returns its seconds; `losses` has the loss of each step.
 
     optimizer: function that takes the model and returns its optimizer; None: AdamW.
+    next_batch: function that returns (x, y); None: one fixed random batch.
     """
 
-    def __init__(self, model, batch: int, context: int, dtype: torch.dtype, optimizer=None):
+    def __init__(self, model, batch: int, context: int, dtype: torch.dtype, optimizer=None,
+                 next_batch=None, compiled: bool = False):
         self.model = model.train()
+        self.device = next(model.parameters()).device  # nanoGPT's model does not tell it
+        self.forward = torch.compile(model) if compiled else model
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its size
             self.optimizer = optimizer(model) if optimizer else \
-                model.configure_optimizers(1e-2, 1e-4, (0.9, 0.95), model.device.type)
-        # (B, T) each
-        self.batch = tuple(setting.random_tokens(model, batch, context) for _ in 'xy')
-        self.autocast = autocast(model.device, dtype)
-        self.scaler = torch.amp.GradScaler(model.device.type, enabled=dtype == torch.float16)
+                model.configure_optimizers(1e-2, 1e-4, (0.9, 0.95), self.device.type)
+        if next_batch is None:
+            x, y = torch.randint(model.config.vocab_size, (2, batch, context), device=self.device)
+            next_batch = lambda: (x, y)  # noqa: E731
+        self.next_batch = next_batch
+        self.batch, self.losses = next_batch(), []  # (B, T) each
+        self.autocast = autocast(self.device, dtype)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=dtype == torch.float16)
+        self.update = GuardedUpdate(self.optimizer, self.scaler, GRAD_CLIP, self.device)
 
     def __call__(self) -> float:
-        with clock.Stopwatch(self.model.device) as watch:
-            self.backward()
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            self.optimizer.zero_grad(set_to_none=True)
+        with clock.Stopwatch(self.device) as watch:
+            loss = self.backward()
+            self.update(len(self.losses), loss)
+        self.losses.append(loss.item())
         return watch.seconds
 
-    def backward(self) -> None:
-        """Forward and backward; the gradients stay in the parameters."""
+    def backward(self) -> torch.Tensor:
+        """Forward and backward; the gradients stay in the parameters. Returns the loss."""
         with self.autocast:
-            loss = self.model(*self.batch)[1]
+            loss = propagate_nonfinite(self.forward(*self.batch)[1])
+        self.batch = self.next_batch()  # fetched while the device is busy
         self.scaler.scale(loss).backward()
+        return loss.detach()
