@@ -76,8 +76,7 @@ def add_replay(one) -> None:
     add('--rate', type=float, default=1.0, help='how much faster than in the trace (1)')
     add('--prompts', choices=('ids', 'text'), default='ids',
         help='ids: prompts are token ids and continue with the ids of replies; text: chat')
-    add('--records', default='', help='a file (JSON lines) for the records of all requests; a '
-        'replay that was interrupted goes on from it')
+    add('--records', default='', help='a file (JSON lines) for the records of all requests')
     add_server(one)
 
 
@@ -196,17 +195,15 @@ def run_replay(args):
     prompts = (TextPrompts(trace, fields) if args.prompts == 'text'
                else TokenPrompts(trace, ids, fields))
     with server(args, trace.longest) as (client, facts, process):
-        found = Replay(trace, client, prompts, args.users, args.rate, args.records)
+        found = Replay(trace, client, prompts, args.users, args.rate)
         progress, show = bar(trace.n_requests, trace.name)
         with progress:
             try:
                 document = found.run(lambda records: show(len(records))) | facts
-            except KeyboardInterrupt:
-                kept = (f'those of sessions that ended are in {args.records}, and the same command '
-                        'goes on from there' if args.records else '--records would keep them')
-                print(f'{len(found.records)} of {trace.n_requests} requests ended: {kept}',
-                      file=sys.stderr)
-                raise
+            finally:
+                if args.records:
+                    lines = (json.dumps(record) + '\n' for record in found.records)
+                    Path(args.records).write_text(''.join(lines), encoding='utf-8')
         if process:
             document['resident'] = servers.resident(process)
     conclude(args, document, replay_table(document))

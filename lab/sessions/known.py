@@ -3,6 +3,8 @@ import bisect
 
 import numpy as np
 
+from engine.prefix.blocks import common_tokens
+
 
 class Known:
     """Sequences of tokens whose K and V have been computed."""
@@ -14,7 +16,7 @@ class Known:
         """Length of the longest prefix of `tokens` that a sequence begins with."""
         key = _key(tokens)
         at = bisect.bisect_left(self._sequences, key)
-        return max((_common(key, other) for other in self._sequences[max(0, at - 1):at + 1]),
+        return max((common_tokens(key, other) for other in self._sequences[max(0, at - 1):at + 1]),
                    default=0)
 
     def unavoidable(self, tokens) -> int:
@@ -28,11 +30,3 @@ class Known:
 
 def _key(tokens) -> bytes:
     return np.asarray(tokens, dtype='>u4').tobytes()
-
-
-def _common(a: bytes, b: bytes) -> int:
-    """Number of leading tokens that two keys share."""
-    n = min(len(a), len(b))
-    x, y = (np.frombuffer(each[:n], dtype=np.uint32) for each in (a, b))
-    differ = np.flatnonzero(x != y)
-    return int(differ[0]) if len(differ) else n // 4

@@ -3,13 +3,9 @@
 Open loop: requests are sent at the times of the trace, but not before the user has the reply to
 the one before. Closed loop: so many users at once, who do not pause.
 """
-import json
 import queue
 import threading
 import time
-import zlib
-from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 
@@ -91,17 +87,13 @@ class Replay:
     """A replay, and the records of its requests.
 
     users: at once, in a closed loop; 0 = open loop. rate: how much faster than in the trace.
-    save: a file (JSON lines) with the records of each session that has ended; those without a
-        failure are left out next time. '' = none.
     Raises:
-        UserError: if `save` has the records of another replay or cannot be written, or the server
-            does not answer.
+        UserError: if the server does not answer.
     """
 
-    def __init__(self, trace: Trace, client: Client, prompts, users: int = 0, rate: float = 1.0,
-                 save: str = ''):
+    def __init__(self, trace: Trace, client: Client, prompts, users: int = 0, rate: float = 1.0):
         self.trace, self.client, self.prompts = trace, client, prompts
-        self.users, self.rate, self.save = users, rate, save
+        self.users, self.rate = users, rate
         self.known, self.records, self.stopped = Known(), [], threading.Event()
         self.useless = ''  # why it makes no sense to go on
         self._lock = threading.Lock()
@@ -112,29 +104,20 @@ class Replay:
         self.head = {'trace': trace.name, 'seed': trace.seed, 'sessions': len(trace.sessions),
                      'requests': trace.n_requests, 'model': self.model, 'prompts': prompts.path,
                      'fields': prompts.fields, 'users': users, 'rate': rate}
-        # to tell traces with the same name apart
-        key = self.head | {'crc32': zlib.crc32(repr((trace, vars(prompts))).encode())}
-        done = self._read(key)
-        self.resumed = bool(done)
-        self.left = [session for session in trace.sessions if session.number not in done]
-        for session in trace.sessions:
-            if session.number in done:  # of their texts the file has only lengths
-                self.known.add(prompts.document(session, 0, {})[1])
 
     def run(self, show=lambda records: None) -> dict:
-        """Replay what is left, calling `show` with the records about four times a second.
+        """Replay the trace, calling `show` with the records about four times a second.
 
-        An interruption (Ctrl-C) ends it; sessions that have ended are in `save`. Raises UserError
-        if the server does not say the ids that the prompts need."""
-        offset = max((record['ended'] for record in self.records), default=0.0)
-        first = min((session.requests[0].at for session in self.left), default=0.0) / self.rate
-        self._clock = time.perf_counter() - offset
-        self._shift = offset - first  # of the trace's times
+        An interruption (Ctrl-C) ends it. Raises UserError if the server does not say the ids that
+        the prompts need."""
+        in_order = sorted(self.trace.sessions, key=lambda session: session.requests[0].at)
+        self._clock = time.perf_counter()
+        self._first = in_order[0].requests[0].at
         sessions = queue.SimpleQueue()
-        for session in sorted(self.left, key=lambda session: session.requests[0].at):
+        for session in in_order:
             sessions.put(session)
         threads = [threading.Thread(target=self._user, args=(sessions,), daemon=True)
-                   for _ in range(min(self.users or len(self.left), len(self.left)))]
+                   for _ in range(min(self.users or len(in_order), len(in_order)))]
         try:
             for thread in threads:
                 thread.start()
@@ -155,9 +138,9 @@ class Replay:
                 session = sessions.get_nowait()
             except queue.Empty:
                 return
-            records, answers = [], {}
+            answers = {}
             for i, request in enumerate(session.requests):
-                due = self._now() if self.users else request.at / self.rate + self._shift
+                due = self._now() if self.users else (request.at - self._first) / self.rate
                 if self.stopped.wait(max(0.0, due - self._now())):
                     return
                 record = self._request(session, i, answers)
@@ -166,10 +149,8 @@ class Replay:
                 if record['error'] == NO_IDS:
                     self.useless = NO_IDS
                     return
-                records.append(record)
                 with self._lock:
                     self.records.append(record)
-            self._write(records)
 
     def _request(self, session, i, answers) -> dict:
         request = session.requests[i]
@@ -199,40 +180,6 @@ class Replay:
     def _now(self) -> float:
         return round(time.perf_counter() - self._clock, 4)
 
-    # -- records ----------------------------------------------------------------------------------
-
-    def _read(self, head: dict) -> set[int]:
-        """Get the records of `save`, without sessions that had failures. Returns the numbers of the
-        sessions."""
-        done = []
-        if self.save and Path(self.save).exists():
-            try:
-                first, *lines = Path(self.save).read_text(encoding='utf-8').splitlines() or ['']
-                known = json.loads(first)
-                with suppress(ValueError):  # the last line may be incomplete
-                    done += map(json.loads, lines)
-                done = [records for records in done if not any(r['error'] for r in records)]
-                self.records = [record for records in done for record in records]
-                numbers = {records[0]['session'] for records in done}
-                other = [f'{key}={known.get(key)!r}, not {head[key]!r}' for key in head
-                         if known.get(key) != head[key]]
-            except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
-                raise UserError(f'{self.save!r} is not the file of a replay: {e!r}') from e
-            if other:
-                raise UserError(f"{self.save!r} is of another replay: {'; '.join(other)}")
-        self._write(head, *done, mode='w')
-        return numbers if done else set()
-
-    def _write(self, *lines, mode='a'):
-        if not self.save:
-            return
-        text = ''.join(json.dumps(line, separators=(',', ':')) + '\n' for line in lines)
-        try:
-            with self._lock, open(self.save, mode, encoding='utf-8') as file:
-                file.write(text)
-        except OSError as e:
-            raise UserError(f'{self.save!r} cannot be written: {e.strerror}') from e
-
     def summary(self) -> dict:
         """Totals and percentiles. Seconds, from the first request to the end of the last one."""
         good = [record for record in self.records if not record['error']]
@@ -247,7 +194,7 @@ class Replay:
         sessions = {session.number: session for session in self.trace.sessions}
         asked = sum(sessions[r['session']].requests[r['request']].reply for r in good)
         return self.head | {
-            'resumed': self.resumed, 'ended': len(good), 'failed': len(errors),
+            'ended': len(good), 'failed': len(errors),
             'errors': sorted(set(errors), key=lambda e: (e == FOLLOWS, e))[:5],
             'refused': sum(r['refused'] for r in self.records),
             'seconds': seconds, 'reply_tokens': new, 'asked_tokens': asked,

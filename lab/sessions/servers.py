@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ROWS = 16          # requests that run at once
 START_S = 300.0
 MIB = 2 ** 20
-NAME = 'sessions'  # of the model in the API: always the same, so that a replay can go on
+NAME = 'sessions'  # of the model in the API
 SERVERS = 'nanokv', 'vllm', 'llama.cpp'
 # what makes them say token ids, and go on to the length that was asked for
 FIELDS = {'nanokv': {'return_token_ids': True, 'ignore_eos': True},

@@ -118,45 +118,19 @@ class Trace:
 
     @classmethod
     def read(cls, path) -> 'Trace':
-        """Raises UserError, with the line, if the file is no trace."""
+        """Raises UserError if the file is no trace."""
         try:
-            lines = read_bytes(path).decode('utf-8-sig').splitlines()
-        except (OSError, UnicodeDecodeError) as e:
-            raise UserError(f'{path} cannot be read: {e}') from e
-        number = 1
-        try:
-            head = json.loads(lines[0]) if lines else {}
-            if head.get('format') != FORMAT:
-                raise ValueError(f'its format is {shown(head.get("format"))}, not {FORMAT!r}')
-            trace = cls(str(head['name']), int(head['seed']), [int(n) for n in head['systems']],
-                        [], head.get('parameters', {}))
-            for line in lines[1:]:
-                number += 1
-                trace.sessions.append(trace._session(json.loads(line)))
-            if len({session.number for session in trace.sessions}) < len(trace.sessions):
-                raise ValueError('two sessions have the same number')
-        except KeyError as e:
-            raise UserError(f'{path}, line {number}: {e.args[0]!r} is missing') from e
-        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as e:
-            raise UserError(f'{path}, line {number}: {e}') from e
-        if not trace.n_requests:
-            raise UserError(f'{path}: there are no requests in it')
-        return trace
-
-    def _session(self, line: dict) -> Session:
-        session = Session(int(line['session']), int(line['system']), [])
-        if not -1 <= session.system < len(self.systems):
-            raise ValueError(f'system={session.system}: there are {len(self.systems)}')
-        for i, given in enumerate(line['requests']):
-            request, requests = Request(**given), session.requests
-            like = requests[request.like].message if 0 <= request.like < i else 0
-            if not (-1 <= request.after < i and request.message >= 1 and request.reply >= 1
-                    and 0 <= request.keep <= min(like, request.message)
-                    and request.kind in KINDS
-                    and request.at >= (requests[i - 1].at if i else 0)):
-                raise ValueError(f'request {i} of session {session.number} is not possible')
-            requests.append(request)
-        return session
+            head, *lines = map(json.loads, read_bytes(path).decode('utf-8-sig').splitlines())
+            if head['format'] != FORMAT:
+                raise ValueError(f'its format is {shown(head["format"])}')
+            sessions = [Session(line['session'], line['system'],
+                                [Request(**given) for given in line['requests']]) for line in lines]
+            if not all(session.requests for session in sessions) or not sessions:
+                raise ValueError('a session has no requests')
+            return cls(head['name'], head['seed'], head['systems'], sessions,
+                       head.get('parameters', {}))
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise UserError(f'{path} is not a trace of the format {FORMAT!r}: {e!r}') from e
 
 
 def _short(request: Request) -> dict:

@@ -121,7 +121,7 @@ def settle(before):
 
 @contextlib.contextmanager
 def interrupted(trace, client, **settings):
-    """Interrupt a replay while a request of it waits in the client's gate; let go at the end."""
+    """A replay, interrupted while a request of it waits in the client's gate; let go at the end."""
     before, go = threading.enumerate(), threading.Event()
     held, wait_at = threading.Event(), client.gate
 
@@ -131,14 +131,15 @@ def interrupted(trace, client, **settings):
             assert go.wait(20)
             raise Failed('the server is gone')
     client.gate = gate
+    replay = Replay(trace, client, ids_of(trace), **settings)
 
     def show(records):
         if held.is_set():
             raise KeyboardInterrupt
     try:
         with pytest.raises(KeyboardInterrupt):
-            Replay(trace, client, ids_of(trace), **settings).run(show)
-        yield
+            replay.run(show)
+        yield replay
     finally:
         go.set()
         settle(set(before))

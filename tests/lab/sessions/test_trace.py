@@ -76,31 +76,25 @@ GOOD = {'session': 0, 'system': 0, 'requests': [{'at': 0, 'after': -1, 'message'
 
 
 @pytest.mark.parametrize('change, expected', [
-    ({'system': 1}, 'system=1'), ({'system': 'x'}, 'invalid literal'), ({'requests': 3}, 'line 2'),
-    ({'requests': [{'at': 0}]}, 'line 2'), ({'requests': []}, 'no requests'),
-    *(({'requests': [GOOD['requests'][0] | wrong]}, 'request 0 of session 0 is not possible')
-      for wrong in ({'after': 0}, {'message': 0}, {'reply': 0}, {'keep': 1}, {'kind': 'x'},
-                    {'at': -1})),
-    ({'requests': [GOOD['requests'][0] | {'more': 1}]}, 'more'),
-    ({'number': 1, 'session': None}, 'line 2')])
+    ({'requests': 3}, 'int'), ({'requests': [{'at': 0}]}, 'missing'),
+    ({'requests': []}, 'no requests'), ({'requests': [GOOD['requests'][0] | {'more': 1}]}, 'more')])
 def test_files_that_are_no_traces(tmp_path, change, expected):
     head = {'format': traces.FORMAT, 'name': 'x', 'seed': 1, 'systems': [4]}
     path = tmp_path / 't'
     path.write_text('\n'.join(map(json.dumps, (head, GOOD))), encoding='utf-8-sig')
     assert Trace.read(path).n_requests == 1, 'a byte order mark is dropped'
     path.write_text('\n'.join(map(json.dumps, (head, GOOD | change))))
-    with pytest.raises(UserError, match=expected):
+    with pytest.raises(UserError, match=f'is not a trace.*{expected}'):
         Trace.read(path)
 
 
-@pytest.mark.parametrize('text', ['', '{}', '[]', '{"format": 1}', 'x', '{"format": "%s"}'])
+@pytest.mark.parametrize('text', ['', '{}', '[]', '{"format": 1}', 'x', '{"format": "%s"}', None])
 def test_files_that_have_no_head(tmp_path, text):
     path = tmp_path / 't'
-    path.write_text(text.replace('%s', traces.FORMAT))
-    with pytest.raises(UserError, match='line 1'):
+    if text is not None:
+        path.write_text(text.replace('%s', traces.FORMAT))
+    with pytest.raises(UserError, match='is not a trace'):
         Trace.read(path)
-    with pytest.raises(UserError, match='cannot be read'):
-        Trace.read(tmp_path / 'none')
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=8), min_size=1, max_size=12))
