@@ -1,13 +1,57 @@
-"""The memory bandwidth of this machine, which decoding speed is compared with."""
+"""Bytes read by a decoding step, and the memory bandwidth of this machine, which they are compared
+with.
+
+A step of B sequences must read the K/V of min(n, window) tokens in every layer (shared slots once
+for each of their layers) and every parameter, except that embeddings that are not also the output
+layer only read the rows looked up. Activations and rotary tables are small and not counted.
+"""
 import statistics
 from functools import partial
 
 import torch
 
+from config.errors import UserError
+from engine.weights.quantize import stored_tensors
+from kv.capacity import read_nbytes
+from kv.parts import tensor_nbytes
+from kv.plan import KVPlan
 from lab.benchmarks import clock
 
 BUFFER_BYTES = 512 * 2 ** 20  # far larger than any processor cache
 PASSES = 3                    # per measurement; their median is used
+
+
+def kv_read_per_step(plan: KVPlan, kv_dtype: str, batch: int, held: int, steps: int) -> float:
+    """Mean bytes of K/V read by `steps` steps that start with `held` cached tokens."""
+    lengths = range(held + 1, held + 1 + steps)
+    return sum(read_nbytes(plan, batch, n, kv_dtype) for n in lengths) / steps
+
+
+def weight_read_bytes(model, batch: int) -> int:
+    """Bytes of weights read by one step. All rows have equal lengths and read one row of `wpe`."""
+    total = sum(map(tensor_nbytes, stored_tensors(model)))
+    for name, rows in (('wte', batch), ('wpe', 1)):
+        module = model.transformer[name] if name in model.transformer else None
+        x = getattr(module, 'weight', None)
+        if x is not None and all(x is not p for p in model.lm_head.parameters()):
+            nbytes = tensor_nbytes(x)
+            total -= nbytes - nbytes * min(rows, x.size(0)) // x.size(0)
+    return total
+
+
+def most_sequences(plan: KVPlan, budget: int, max_seq_len: int, kv_dtype: str, text: str) -> dict:
+    """The largest batch whose cache for `max_seq_len` tokens takes at most `budget` bytes.
+
+    text: the budget as the user wrote it.
+    Raises:
+        UserError: if not even one sequence fits.
+    """
+    one = plan.nbytes(1, max_seq_len, kv_dtype)
+    fit = budget // one
+    if not fit:
+        raise UserError(f'budget={text!r}: one sequence of {max_seq_len} tokens takes {one:,} '
+                        'bytes of KV; give at least that, or smaller contexts')
+    return {'sequences': fit, 'kv_bytes': fit * one, 'kv_bytes_of_one_more': (fit + 1) * one}
 
 
 class Bandwidth:

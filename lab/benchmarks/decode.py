@@ -14,8 +14,8 @@ from config.errors import UserError
 from config.sizes import parse_bytes
 from engine.steps.decode import fast_decode
 from lab.benchmarks import clock, generation, setting
-from lab.benchmarks.bandwidth import Bandwidth
-from lab.benchmarks.memory import kv_read_per_step, most_sequences, weight_read_bytes
+from lab.benchmarks.bandwidth import (
+    Bandwidth, kv_read_per_step, most_sequences, weight_read_bytes)
 
 
 class DecodeRound:
@@ -57,7 +57,8 @@ def run(s, data_root: Path) -> dict:
         batches = dict.fromkeys(models, batch)
         if budget:
             cell['capacity'] = {
-                name: most_sequences(model, budget, context, kv_dtypes[name], s.budget)
+                name: most_sequences(model.plan, budget, context,
+                                     model.resolved_kv_dtype(kv_dtypes[name]), s.budget)
                 for name, model in models.items()}
             batches = {name: fit['sequences'] for name, fit in cell['capacity'].items()}
         cells.append(cell | measure(models, kv_dtypes, cell, batches, s, bandwidth, rates))

@@ -40,8 +40,8 @@ class LlamaCpp:
             options = lib.llama_model_quantize_default_params()
             options.ftype, options.nthread = kind or 0, torch.get_num_threads()
             file = str(path.with_name(name)).encode()
-            if kind and lib.llama_model_quantize(str(path).encode(), file, ctypes.byref(options)):
-                raise UserError(f"against='llama.cpp': it cannot make {name} of this model")
+            if kind:
+                lib.llama_model_quantize(str(path).encode(), file, ctypes.byref(options))
             model = lib.llama_model_load_from_file(file, lib.llama_model_default_params())
             if not model:
                 raise UserError(f"against='llama.cpp': it cannot load this model as {name}")

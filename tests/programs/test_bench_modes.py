@@ -1,7 +1,6 @@
 """bench.py --mode=decode, prefill and chat on tiny shapes: consistent figures, tables, saved files,
 and refused settings."""
 import json
-import os
 import shlex
 
 import pytest
@@ -196,45 +195,31 @@ def test_saved_files_become_the_page(capsys, tmp_path):
     assert (again['command'], again['models']) == (budget['command'], budget['models'])
 
 
-def test_a_file_is_replaced_whole_or_stays(capsys, tmp_path, monkeypatch):
-    (tmp_path / 'a.json').write_text('old')
-
-    def full(*_):
-        raise OSError(28, 'No space left on device')
-    monkeypatch.setattr(os, 'replace', full)
-    with pytest.raises(UserError, match='a.json cannot be written: No space'):
-        run_bench(capsys, SMALL, mode='prefill', save='a.json')
-    assert [path.name for path in tmp_path.iterdir()] == ['a.json']
-    assert (tmp_path / 'a.json').read_text() == 'old'
-
-
 DECODE, PREFILL = dict(VANILLA, mode='decode'), dict(VANILLA, mode='prefill')
 CHAT = dict(SMALL, mode='chat')
 
 
 @pytest.mark.parametrize('settings, named', [
-    (dict(DECODE, against='vllm'), ["against='vllm'", "'vanilla'", "mode='serve'"]),
+    (dict(DECODE, against='vllm'), ["against='vllm'", "'vanilla'"]),
     (dict(VANILLA, mode='chat', against='hf'), ["mode='chat' is compared with nothing"]),
     (dict(VANILLA, mode='train', against='vanilla'),
      ["against='vanilla'", "mode='train' is compared with 'nanogpt'"]),
     (dict(PREFILL, budget='1GB'), ["budget='1GB'", "mode='decode'"]),
     (dict(DECODE, batch_sizes='0'), ["batch_sizes='0'", 'at least 1']),
-    (dict(DECODE, batch_sizes='1,x'), ["batch_sizes='1,x'", "'x'", "'1,4,16'"]),
-    (dict(DECODE, batch_sizes='4,4'), ["batch_sizes='4,4'", 'twice']),
+    (dict(DECODE, batch_sizes='1,x'), ["batch_sizes='1,x'", "'1,4,16'"]),
+    (dict(DECODE, batch_sizes='4,4'), ["batch_sizes='4,4'", 'only once']),
     (dict(DECODE, contexts='8,30'), ['30 and 3 steps', 'block_size=32', 'at most 29']),
     (dict(PREFILL, contexts='8,33'), ['contexts: 33 is', 'block_size=32', 'at most 32']),
     (dict(DECODE, repeats=4), ['repeats=4', 'at least 5']),
-    (dict(DECODE, steps=1, against='hf'), ['steps=1', '2 or more']),
     (dict(DECODE, budget='100'), ["budget='100'", '12 tokens']),
     (dict(DECODE, budget='1GB', batch_sizes='4'), ["batch_sizes='4'", "budget='1GB'"]),
     (dict(DECODE, budget='1GB', steps=12), ['12 tokens', 'steps=12']),
-    (dict(DECODE, budget='1GB', against='hf'), ["budget='1GB'", "against='hf'"]),
     (dict(DECODE, kv_dtype='int8', against='hf'), ["kv_dtype='int8'", "against='hf'"]),
     (dict(SMALL, mode='decode', against='hf'), ["against='hf'", "layer_pattern='LLLLLG'"]),
     (dict(DECODE, against='nanogpt'), ["nanogpt=''", 'model.py']),
     (dict(DECODE, against='nanogpt', nanogpt='nowhere'), ["nanogpt='nowhere'"]),
     (dict(DECODE, nanogpt='x'), ["nanogpt='x'", "against='nanogpt'"]),
-    (dict(DECODE, save='nowhere/a.json'), ["save='nowhere/a.json'", 'no folder nowhere/']),
+    (dict(DECODE, save='nowhere/a.json'), ["save='nowhere/a.json'"]),
     (dict(DECODE, save='.'), ["save='.'", 'folder']),
     (dict(CHAT, budget='1GB'), ["budget='1GB'"]), (dict(CHAT, contexts='100'), ["contexts='100'"]),
     (dict(CHAT, page_sizes='x'), ["page_sizes='x'"]),
@@ -244,14 +229,6 @@ def test_bad_settings(settings, named):
         bench.main(flags(settings))
     assert '\n' not in str(caught.value)
     assert all(text in str(caught.value) for text in named), str(caught.value)
-
-
-@pytest.mark.parametrize('text', ['{', '[]', '{"mode": "train"}', None])
-def test_pages_need_a_document(tmp_path, text):
-    if text is not None:
-        (tmp_path / 'x.json').write_text(text)
-    with pytest.raises(UserError, match='x.json'):
-        table.main(['x.json'])
 
 
 def test_conversations(capsys, tmp_path):

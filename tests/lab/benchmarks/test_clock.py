@@ -4,9 +4,8 @@ import torch
 
 from config.gpt_config import GPTConfig
 from lab.benchmarks import bandwidth, clock
-from lab.benchmarks.bandwidth import Bandwidth
+from lab.benchmarks.bandwidth import Bandwidth, kv_read_per_step, weight_read_bytes
 from lab.benchmarks.decode import DecodeRound, metrics
-from lab.benchmarks.memory import kv_read_per_step, weight_read_bytes
 from lab.benchmarks.prefill import PrefillRound
 from tests.helpers.models import FULL_STACK, random_model
 

@@ -1,6 +1,5 @@
 """Bytes read per step: the arithmetic against the rows actually read (found by setting them to NaN)
-and the keys visible in the masks; sequences within a budget, counted from allocated caches."""
-from types import SimpleNamespace
+and the keys visible in the masks; sequences within a budget."""
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from config.gpt_config import GPTConfig
 from engine.weights.quantize import weight_bytes
 from kv.plan import plan_kv
 from lab.benchmarks import setting
-from lab.benchmarks.memory import kv_read_per_step, most_sequences, weight_read_bytes
+from lab.benchmarks.bandwidth import kv_read_per_step, most_sequences, weight_read_bytes
 from tests.helpers.models import FULL_STACK, VOCAB, random_model
 
 VANILLA = dict(n_layer=2, n_head=2, n_embd=12, block_size=16, vocab_size=VOCAB)
@@ -78,20 +77,11 @@ ONE = MODEL.plan.nbytes(1, 40, 'int8')
 
 @pytest.mark.parametrize('budget, fit', [(ONE, 1), (2 * ONE - 1, 1), (2 * ONE, 2)])
 def test_the_largest_batch_that_fits(budget, fit):
-    found = most_sequences(MODEL, budget, 40, 'int8', 'text')
+    found = most_sequences(MODEL.plan, budget, 40, 'int8', 'text')
     assert found == {'sequences': fit, 'kv_bytes': fit * ONE,
                      'kv_bytes_of_one_more': (fit + 1) * ONE}
     with pytest.raises(UserError, match=rf"budget='1B'.* 40 tokens takes {ONE:,} bytes"):
-        most_sequences(MODEL, ONE - 1, 40, 'int8', '1B')
-
-
-@pytest.mark.parametrize('really, fit', [(150, 6), (100, 10), (50, 20)])
-def test_what_is_allocated_counts_and_not_the_plan(really, fit):
-    plan = SimpleNamespace(nbytes=lambda batch, *_: 100 * batch)
-    model = SimpleNamespace(
-        plan=plan, device=torch.device('cpu'), resolved_kv_dtype=lambda kv_dtype: 'float32',
-        new_cache=lambda batch, *_: SimpleNamespace(nbytes=really * batch, kv_dtype='float32'))
-    assert most_sequences(model, 1000, 40, 'auto', '1kB')['sequences'] == fit
+        most_sequences(MODEL.plan, ONE - 1, 40, 'int8', '1B')
 
 
 def test_a_cache_larger_than_the_machine_is_refused_before_it_is_made(monkeypatch):
