@@ -229,9 +229,9 @@ def heading(document) -> list[str]:
     lines += [f'{name}: {describe(model)}' for name, model in document['models'].items()]
     if 'bandwidth' in document:
         measured = document['bandwidth']
-        rate, size = measured['bytes_per_second'], measured['buffer_bytes'] / 2 ** 20
-        lines.append(f"bandwidth: {Column().format_field(rate, '.1f/1e9')} GB/s, {measured['kernel']}, "
-                     f'{size:,.0f} MiB of float32')
+        rate = Column().format_field(measured['bytes_per_second'], '.1f/1e9')
+        size = measured['buffer_bytes'] / 2 ** 20
+        lines.append(f"bandwidth: {rate} GB/s, {measured['kernel']}, {size:,.0f} MiB of float32")
     return lines
 
 

@@ -53,7 +53,7 @@ class TrainingSteps:
                 model.configure_optimizers(1e-2, 1e-4, (0.9, 0.95), self.device.type)
         if next_batch is None:
             x, y = torch.randint(model.config.vocab_size, (2, batch, context), device=self.device)
-            next_batch = lambda: (x, y)  # noqa: E731
+            next_batch = lambda: (x, y)
         self.next_batch = next_batch
         self.batch, self.losses = next_batch(), []  # (B, T) each
         self.autocast = autocast(self.device, dtype)
