@@ -8,93 +8,178 @@ Predictions are for the eager model on one process (`training.memory_use`); comp
 operations and keep less.
 """
 from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
+import dataclasses
 import json
 import os
-from itertools import groupby
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 import configurator
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from config.schema import MODEL
-from config.sizes import nice_bytes, parse_bytes
+from config.sizes import available_memory, nice_bytes, parse_bytes
 from data.datasets import DATA_ROOT
 from data.tokenfiles import read_meta
 from kv.console import output, print_table
 from training.device import pick_device, pick_dtype
-from training.memory_plan import USABLE, Plans
-from training.memory_use import free_memory, measure
+from training.int8_forward import train_for_int8
+from training.loss import rows_at_a_time
+from training.memory_use import Predictor, free_memory, measure
+from training.optim import state_name
 from training.recompute import policy_of
+from training.z_loss import add_z_loss
+
+FASTEST_FIRST = ('none', 'selective', 'mlp', 'block', 'sqrt')
+USABLE = 0.9  # fraction of the free memory; the rest is for workspaces and fragmentation
+LARGEST = 2 ** 20  # sequences
 
 
-def main(argv=None):
-    s = configurator.parse('memory', argv, usage=__doc__, echo=False)
-    for name in ('batch_size', 'gradient_accumulation_steps'):
-        if getattr(s, name) < 1:
-            raise UserError(f'{name}={getattr(s, name)}: must be at least 1')
-    if s.device.startswith('cuda') and not torch.cuda.is_available():
-        device = torch.device('cuda')  # the target, with bfloat16 if dtype is 'auto'
-        dtype = torch.bfloat16 if s.dtype == 'auto' else getattr(torch, s.dtype)
-        if not s.budget:
-            raise UserError('there is no CUDA device here to ask what is free: say what it has, as '
-                            '--budget=8GB')
+class Plans:
+    """Cached predictions for a run's settings `s` and a GPTConfig. policies: the fastest first.
+    whole: the largest batch size whose logits are not chunked; 0 if none ever are."""
+
+    def __init__(self, s, config, device: torch.device, dtype: torch.dtype, n_processes: int = 1,
+                 optimizer=None):
+        self.s, self.dtype = s, dtype
+        self.optimizer = optimizer if optimizer and optimizer.state else state_name(s)
+        self.predictor = Predictor(config, device)
+        kernels = self.predictor.device.type
+        if s.attention_backend in ('math', 'sdpa'):  # the others need as much as 'auto'
+            self.predictor.model.attention_backend = s.attention_backend
+        with self.predictor.fake:
+            if s.int8_forward:
+                train_for_int8(self.predictor.model)
+            if s.attention_z_loss:
+                add_z_loss(self.predictor.model, s.attention_z_loss)
+        self.accumulate = s.gradient_accumulation_steps // n_processes > 1
+        self.distributed = n_processes > 1
+        self.policies = FASTEST_FIRST
+        if device.type == kernels == 'cuda' and not s.compile:
+            self.policies += ('offload',)
+        rows = rows_at_a_time(config.vocab_size, kernels)
+        self.whole = rows // s.block_size if s.chunked_loss else 0
+        self._cache = {}
+
+    def memory(self, policy: str, batch_size: int = 0):
+        """Return the `Memory` of a step; batch_size 0 = the settings'. With several processes the
+        peak includes DDP's buckets, which are as large as the gradients."""
+        s, key = self.s, (policy, batch_size or self.s.batch_size)
+        if key not in self._cache:
+            m = self.predictor.predict(*key, s.block_size, s.chunked_loss, self.dtype,
+                                       self.accumulate, self.optimizer)
+            peak = m.peak + m.gradients * self.distributed
+            self._cache[key] = dataclasses.replace(m, peak=peak)
+        return self._cache[key]
+
+    def rows(self, budget: int = 0) -> list[dict]:
+        """Return a row per policy; 'recomputed' is the fraction of FLOPs that it adds to a step.
+        With a budget also the largest micro-batch that fits (0 = none)."""
+        rows = []
+        for policy in self.policies:
+            m = self.memory(policy)
+            row = {'policy': policy, 'activations': m.activations, 'offloaded': m.offloaded,
+                   'peak': m.peak, 'recomputed': m.flops / self.memory('none').flops - 1}
+            if budget:
+                row['largest_batch'] = n = largest_batch(
+                    lambda b, policy=policy: self.memory(policy, b).peak, budget,
+                    self.s.batch_size, self.whole)
+                row['largest_peak'] = self.memory(policy, n).peak if n else None
+            rows.append(row)
+        return rows
+
+    def least_peak(self, batch_size: int, budget: int) -> str:
+        """Describe the smallest peak, for an error message."""
+        policy = min(self.policies, key=lambda policy: self.memory(policy, batch_size).peak)
+        peak = self.memory(policy, batch_size).peak
+        return (f'the least is {nice_bytes(peak)} (recompute={policy!r}, batch_size={batch_size}), '
+                f'{nice_bytes(peak - budget)} too much')
+
+
+def largest_batch(peak, budget: int, start: int = 1, whole: int = 0) -> int:
+    """Return the largest n >= 1 with peak(n) <= budget, 0 if there is none.
+
+    peak: number of sequences -> bytes. It is the maximum of a few increasing linear functions, one
+    per moment of a step, and therefore convex; but just above n = `whole` it may drop, because
+    logits are then chunked. start: the first guess.
+    """
+    n = _largest_between(whole + 1, LARGEST, peak, budget, start)
+    if n or not whole:
+        return n
+    return whole if peak(whole) <= budget else _largest_between(1, whole - 1, peak, budget, start)
+
+
+def _largest_between(low, high, peak, budget, n):
+    """Return the largest n in low..high that fits, 0 if there is none; peak is convex there.
+
+    The line through two neighbours is nowhere above a convex peak, so that no n beyond the point
+    where this line reaches the budget fits. The search goes to that point until it stays there.
+    """
+    n = min(max(low, n), high)
+    while low <= n:
+        at = peak(n)
+        rise = peak(n + 1) - at
+        if rise > 0:
+            steps = (budget - at) // rise
+        else:
+            steps = LARGEST if at <= budget else -n
+        # at most to 4n, because predicting large batches is slow
+        last, n = n, min(n + steps, 4 * n, high)
+        if n == last:
+            return n
+    return 0
+
+
+def choose_policy(s, config, device: torch.device, dtype: torch.dtype, n_processes: int = 1,
+                  least=lambda value: value) -> str:
+    """Choose the policy for recompute='auto': the fastest whose predicted peak fits the budget.
+
+    Prints the choice. least: minimum over processes, so that all make the same choice.
+
+    Raises:
+        UserError: if none fits (naming the smallest peak), or memory_budget is not a size.
+    """
+    plans = Plans(s, config, device, dtype, n_processes)
+    if s.memory_budget:
+        budget = parse_bytes(s.memory_budget, 'memory_budget')
+        words = f'memory_budget={s.memory_budget}'
     else:
-        device = pick_device(s.device)
-        dtype = pick_dtype(s.dtype, device)
-    meta = read_meta(DATA_ROOT / os.path.basename(s.dataset))
-    vocab_size = meta['vocab_size'] if meta else 50304  # GPT-2's, if the data set is not prepared
-    config = GPTConfig(vocab_size=vocab_size, **{key.name: getattr(s, key.name) for key in MODEL})
-    budget = parse_bytes(s.budget) if s.budget else int(USABLE * free_memory(device))
-    console = output()
-    with Console(stderr=True).status('predicting') as status:  # on a terminal only
-        plans = Plans(s, config, device, dtype)
-        rows = plans.rows(budget, status.update)
-    if not any(row['largest_batch'] for row in rows):
-        raise UserError(f'budget={s.budget!r}: nothing fits; {plans.least_peak(1, budget)}')
-    m, advice = plans.memory('none'), recommend(rows, s.batch_size)
-    kernels, dtype = plans.predictor.device, str(dtype).removeprefix('torch.')
-    title = f'micro-batches of {s.block_size:,} tokens in {nice_bytes(budget)}'
-    print_table(console, _policy_table(rows, s.batch_size), title)
-    lines = [f'parameters {nice_bytes(m.parameters)}, gradients {nice_bytes(m.gradients)}, '
-             f'optimizer {nice_bytes(m.optimizer)} are in every peak; {dtype} arithmetic']
-    lines += _advice_lines(advice)
-    if kernels.type != device.type:
-        lines.append(f"There is no {device.type} here: these are the tensors of the CPU's kernels, "
-                     'without offloading')
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
-    if s.json:
-        print(json.dumps({
-            'budget': budget, 'device': str(device), 'kernels': str(kernels),
-            'dtype': dtype, 'block_size': s.block_size, 'policies': rows,
-            'parameters': m.parameters, 'gradients': m.gradients, 'optimizer': m.optimizer,
-            **advice}))
+        free = least(free_memory(device)) // (n_processes if device.type == 'cpu' else 1)
+        budget = int(USABLE * (plans.memory('none').parameters + free))
+        words = f'{nice_bytes(budget)}, {USABLE:.0%} of what is free'
+    for policy in plans.policies:
+        peak = plans.memory(policy).peak
+        if peak <= budget:
+            eager = ' (for the model as it is; compiled it keeps less)' if s.compile else ''
+            print(f"recompute='auto' is {policy!r}: predicted peak {nice_bytes(peak)}{eager}, "
+                  f'budget {words}')
+            return policy
+    raise UserError(f"recompute='auto': no policy fits {words}; "
+                    f'{plans.least_peak(s.batch_size, budget)}: give a smaller batch_size or a '
+                    'larger memory_budget')
 
 
-def recommend(rows: list[dict], batch_size: int) -> dict:
-    """Choose from `Plans.rows`: the fastest policy that fits this batch_size (or None), the fastest
-    that fits at all, and the fastest one with the largest micro-batch."""
-    largest = max(rows, key=lambda row: row['largest_batch'])
-    fastest = next(row for row in rows if row['largest_batch'])
-    at_batch_size = next((row['policy'] for row in rows if row['fits']), None)
-    return {'at_batch_size': at_batch_size, 'batch_size': batch_size,
-            'largest': largest['policy'], 'largest_batch': largest['largest_batch'],
-            'fastest': fastest['policy'], 'fastest_batch': fastest['largest_batch']}
+def warn_of_memory(s, config, policy: str, device, dtype: torch.dtype,
+                   n_processes: int = 1) -> None:
+    """Print a note if a step is predicted to need more memory than is currently free.
 
-
-def _advice_lines(advice):
-    at = advice['at_batch_size']
-    yours = f'--recompute={at} is the fastest that fits' if at else 'nothing fits'
-    lines = [f"batch_size={advice['batch_size']}: {yours}",
-             f"without recomputing more than needed: --recompute={advice['fastest']} "
-             f"--batch_size={advice['fastest_batch']}"]
-    if advice['largest'] != advice['fastest']:
-        lines.append(f"largest micro-batch: --recompute={advice['largest']} "
-                     f"--batch_size={advice['largest_batch']}")
-    return lines
+    A prediction takes seconds, so it is only made if 16 float32 activations per token, layer and
+    embedding dimension (roughly what GPT-2 keeps) would fill half of the free memory.
+    """
+    free = available_memory() if device.type != 'cuda' else free_memory(device)
+    tokens = s.batch_size * s.block_size
+    if not free or policy == 'auto' or 64 * tokens * config.n_layer * config.n_embd < free / 2:
+        return
+    plans, n = Plans(s, config, device, dtype, n_processes), min(8, s.batch_size)
+    peak = plans.memory(policy, n).peak
+    if s.batch_size > n:  # extrapolated: predicting large batches is slow
+        slope = (plans.memory(policy, 2 * n).peak - peak) / n
+        peak += int(slope * (s.batch_size - n))
+    if peak > free:
+        print(f'Note: a step is predicted to need {nice_bytes(peak)} of memory, and '
+              f'{nice_bytes(free)} are free: lower --batch_size={s.batch_size}, or try '
+              '--recompute=auto (python -m training.memory finds what fits)')
 
 
 def print_memory_report(run, dtype: torch.dtype) -> None:
@@ -110,17 +195,11 @@ def print_memory_report(run, dtype: torch.dtype) -> None:
     except torch.OutOfMemoryError:
         measured = None
     eager = '; compiled, less' if s.compile else ''
-    console.print(f'Memory of a step: {s.batch_size} x {s.block_size:,} tokens, '
-                  f'recompute={policy!r}{eager}', style='italic', highlight=False)
-    print_table(console, _parts_table(predicted, measured))
+    title = (f'Memory of a step: {s.batch_size} x {s.block_size:,} tokens, '
+             f'recompute={policy!r}{eager}')
+    print_table(console, _parts_table(predicted, measured), title)
     if measured is None:
         console.print(f'measured: it does not fit on {run.device}', highlight=False)
-    kinds = _table('', 'predicted', 'measured')
-    for kind, n in sorted(predicted.by_kind.items(), key=lambda item: -item[1]):
-        kinds.add_row(kind, _size(n), _size(measured and measured.by_kind.get(kind, 0)))
-    print_table(console, kinds, '\nactivations by kind')
-    print_table(console, _blocks_table(predicted, measured, run.model.plan.layers),
-                '\nactivations by block (each)')
     print_table(console, _policy_table(plans.rows(), s.batch_size), '\nevery policy, predicted')
     console.print('\nTraining begins. (python -m training.memory reports without training.)')
 
@@ -144,23 +223,7 @@ def _parts_table(predicted, measured):
         parts['offloaded'] = 'on the host'
     for part, name in parts.items():
         table.add_row(name, _size(getattr(predicted, part)),
-                      _size(measured and getattr(measured, part)),
-                      style='bold' if part == 'peak' else None)
-    return table
-
-
-def _blocks_table(predicted, measured, layers):
-    """Make a table with a row per series of blocks of the same type and size."""
-    table = _table('blocks', 'kind', 'predicted', 'measured')
-    measured_blocks = measured.by_block if measured else [None] * len(layers)
-    rows = list(zip([layer.kind for layer in layers], predicted.by_block, measured_blocks))
-    for (kind, p, m), group in groupby(range(len(rows)), key=lambda i: rows[i]):
-        first, *others = group
-        blocks = f'{first} to {others[-1]}' if others else str(first)
-        table.add_row(blocks, kind, _size(p), _size(m))
-    outside = [memory and memory.activations - sum(memory.by_block)
-               for memory in (predicted, measured)]
-    table.add_row('outside', '', *map(_size, outside))
+                      _size(measured and getattr(measured, part)))
     return table
 
 
@@ -168,15 +231,53 @@ def _policy_table(rows, batch_size):
     """Make a table of `Plans.rows`; with a budget also of the largest micro-batches."""
     columns = ['recompute', 'activations', f'peak at {batch_size}', 'FLOPs']
     has_budget = 'largest_batch' in rows[0]
-    table = _table(*columns, *(('fits', 'largest', 'its peak') if has_budget else ()))
+    table = _table(*columns, *(('largest', 'its peak') if has_budget else ()))
     for row in rows:
         cells = [row['policy'], _size(row['activations']), _size(row['peak']),
                  f"+{row['recomputed']:.1%}"]
         if has_budget:
-            cells += ['yes' if row['fits'] else 'no', f"{row['largest_batch']:,}",
-                      _size(row['largest_peak'])]
+            cells += [f"{row['largest_batch']:,}", _size(row['largest_peak'])]
         table.add_row(*cells)
     return table
+
+
+def main(argv=None):
+    s = configurator.parse('memory', argv, usage=__doc__, echo=False)
+    for name in ('batch_size', 'gradient_accumulation_steps'):
+        if getattr(s, name) < 1:
+            raise UserError(f'{name}={getattr(s, name)}: must be at least 1')
+    if s.device.startswith('cuda') and not torch.cuda.is_available():
+        device = torch.device('cuda')  # the target, with bfloat16 if dtype is 'auto'
+        dtype = torch.bfloat16 if s.dtype == 'auto' else getattr(torch, s.dtype)
+        if not s.budget:
+            raise UserError('there is no CUDA device here to ask what is free: say what it has, as '
+                            '--budget=8GB')
+    else:
+        device = pick_device(s.device)
+        dtype = pick_dtype(s.dtype, device)
+    meta = read_meta(DATA_ROOT / os.path.basename(s.dataset))
+    vocab_size = meta['vocab_size'] if meta else 50304  # GPT-2's, if the data set is not prepared
+    config = GPTConfig(vocab_size=vocab_size, **{key.name: getattr(s, key.name) for key in MODEL})
+    budget = parse_bytes(s.budget) if s.budget else int(USABLE * free_memory(device))
+
+    plans = Plans(s, config, device, dtype)
+    rows = plans.rows(budget)
+    if not any(row['largest_batch'] for row in rows):
+        raise UserError(f'budget={s.budget!r}: nothing fits; {plans.least_peak(1, budget)}')
+    m, kernels = plans.memory('none'), plans.predictor.device
+    dtype, console = str(dtype).removeprefix('torch.'), output()
+    title = f'micro-batches of {s.block_size:,} tokens in {nice_bytes(budget)}'
+    print_table(console, _policy_table(rows, s.batch_size), title)
+    print(f'parameters {nice_bytes(m.parameters)}, gradients {nice_bytes(m.gradients)}, '
+          f'optimizer {nice_bytes(m.optimizer)} are in every peak; {dtype} arithmetic')
+    if kernels.type != device.type:
+        print(f"There is no {device.type} here: these are the tensors of the CPU's kernels, "
+              'without offloading')
+    if s.json:
+        print(json.dumps({
+            'budget': budget, 'device': str(device), 'kernels': str(kernels),
+            'dtype': dtype, 'block_size': s.block_size, 'policies': rows,
+            'parameters': m.parameters, 'gradients': m.gradients, 'optimizer': m.optimizer}))
 
 
 if __name__ == '__main__':

@@ -9,11 +9,10 @@ import contextlib
 import functools
 import weakref
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from unittest import mock
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,7 +24,7 @@ import training.recompute
 from config.errors import UserError
 from config.sizes import available_memory, nice_bytes
 from kv.parts import tensor_nbytes
-from model import GPT, LayerNorm
+from model import GPT
 from training.device import autocast as autocast_for
 from training.device import memory_use
 from training.host_optimizer import HostAdamW
@@ -34,8 +33,7 @@ from training.offload import offloaded
 from training.optim import state_nbytes
 from training.recompute import policy_of, set_recompute
 
-LOSS = (None, 'logits and loss')
-BACKWARD = (None, 'backward')  # gradients
+ACTIVATIONS, LOSS, BACKWARD = 'activations', 'logits and loss', 'gradients'
 aten = torch.ops.aten
 # torch's FLOP formulas, and some for operations that it does not cover
 FLOPS = dict(flop_registry)
@@ -51,12 +49,11 @@ for suffix in ('', '_backward'):
 class Memory:
     """Bytes of one training step.
 
-    activations: kept from the forward pass for the backward pass, without logits and loss; by_block
-    splits them by block, by_kind by part of the model ('norms', 'attention', 'mlp', 'residual
-    stream', 'cast weights': autocast's copies). loss_peak: the maximum that lm_head and the loss
-    need in addition, until the gradient of lm_head's input is known. peak: the overall maximum,
-    with parameters, gradients and optimizer state. offloaded: activations on the host. flops: for
-    matmuls and attention, including recomputation. device: the one whose kernels were tracked.
+    activations: kept from the forward pass for the backward pass, without logits and loss.
+    loss_peak: the maximum that lm_head and the loss need in addition, until the gradient of
+    lm_head's input is known. peak: the overall maximum, with parameters, gradients and optimizer
+    state. offloaded: activations on the host. flops: for matmuls and attention, including
+    recomputation. device: the one whose kernels were tracked.
     """
     parameters: int
     gradients: int
@@ -64,8 +61,6 @@ class Memory:
     activations: int
     loss_peak: int
     peak: int
-    by_block: list = field(default_factory=list)
-    by_kind: dict = field(default_factory=dict)
     offloaded: int = 0
     flops: int = 0
     policy: str = 'none'
@@ -76,14 +71,16 @@ class Memory:
 
 
 class StorageTracker(TorchDispatchMode):
-    """A context that tracks the storages allocated inside it, by block and part of the model.
+    """A context that tracks the storages allocated inside it.
 
     Enter it before any other dispatch mode, so that it sees the operations that are executed, also
     under FakeTensorMode. Hooks on saved tensors would miss what selective checkpointing keeps. Not
     counted: other workspaces of kernels, and the allocator's rounding and fragmentation.
 
     Attributes:
-        live: (block number or None, kind) -> bytes on the model's device now.
+        label: of what is allocated now: ACTIVATIONS, from the output of the last norm on LOSS, from
+            that output's gradient on BACKWARD.
+        live: label -> bytes on the model's device now.
         peak, loss_peak: the maxima so far, of all labels and of LOSS (without the gradient of
             lm_head's weight).
         offloaded: bytes on other devices now.
@@ -94,38 +91,26 @@ class StorageTracker(TorchDispatchMode):
     def __init__(self, model):
         super().__init__()
         self.device = model.device
-        self.labels, self.final_norm = _labels(model), model.transformer.ln_f
-        self.head_shape = model.lm_head.weight.shape
-        self.weights = {id(p.untyped_storage()) for p in model.parameters()}
-        self.live = Counter()
+        self.final_norm, self.head_shape = model.transformer.ln_f, model.lm_head.weight.shape
+        self.label, self.live = ACTIVATIONS, Counter()
         self.total = self.peak = self.loss_peak = self.offloaded = self.flops = 0
-        self.stack = [(None, 'residual stream')]  # labels of the modules being run
         self.in_backward = False
-        self._hooks, self._finalizers = [], {}
+        self._finalizers = {}
 
     def __enter__(self):
-        for module in self.labels:
-            self._hooks += [module.register_forward_pre_hook(self._enter_module),
-                            module.register_forward_hook(self._leave_module, always_call=True)]
+        self._hook = self.final_norm.register_forward_hook(self._begin_loss)
         return super().__enter__()
 
     def __exit__(self, *exc):
-        for hook in self._hooks:
-            hook.remove()
+        self._hook.remove()
         return super().__exit__(*exc)
 
-    def _enter_module(self, module, _):
-        self.stack.append(self.labels[module])
-
-    def _leave_module(self, module, _, output):
-        self.stack.pop()
-        if module is self.final_norm and torch.is_tensor(output):
-            self.stack[0] = LOSS
-            if output.requires_grad:
-                output.register_hook(self._end_loss)
+    def _begin_loss(self, module, _, output):
+        self.label = LOSS
+        output.register_hook(self._end_loss)
 
     def _end_loss(self, _):
-        self.stack[0] = BACKWARD
+        self.label = BACKWARD
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -133,15 +118,13 @@ class StorageTracker(TorchDispatchMode):
         if func is aten.add.Tensor and self.in_backward and not torch.is_grad_enabled():
             self._accumulate_in_place(*args[:2])
         out = func(*args, **kwargs)
-        label = self.stack[-1]
         input_storages = {id(x.untyped_storage()) for x in inputs}
-        if func is aten._to_copy.default and input_storages <= self.weights and len(self.stack) > 1:
-            label = (label[0], 'cast weights')
         for x in tree_leaves(out):
             if isinstance(x, torch.Tensor) and id(x.untyped_storage()) not in input_storages:
-                is_head_grad = label == LOSS and x.shape == self.head_shape  # the chunked loss's
-                self._allocate(x, BACKWARD if is_head_grad else label)
-        self._update_peaks(_scratch_bytes(func, inputs), label)
+                # the chunked loss computes this gradient
+                is_head_grad = self.label == LOSS and x.shape == self.head_shape
+                self._allocate(x, BACKWARD if is_head_grad else self.label)
+        self._update_peaks(_scratch_bytes(func, inputs), self.label)
         if flops := FLOPS.get(func.overloadpacket):
             self.flops += flops(*args, **kwargs, out_val=out)
         return out
@@ -173,18 +156,6 @@ class StorageTracker(TorchDispatchMode):
     def _update_peaks(self, scratch, label):
         self.peak = max(self.peak, self.total + scratch)
         self.loss_peak = max(self.loss_peak, self.live[LOSS] + scratch * (label == LOSS))
-
-
-def _labels(model) -> dict:
-    """Return {module: (block number or None, kind)}."""
-    labels = {model.transformer.ln_f: (None, 'norms'), model.lm_head: LOSS}
-    for i, block in enumerate(model.transformer.h):
-        labels[block] = (i, 'residual stream')
-        labels[block.attn] = (i, 'attention')
-        labels[block.mlp] = (i, 'mlp')
-        norms = (m for m in block.modules() if isinstance(m, (LayerNorm, nn.RMSNorm)))
-        labels |= dict.fromkeys(norms, (i, 'norms'))
-    return labels
 
 
 def _scratch_bytes(func, inputs) -> int:
@@ -243,20 +214,14 @@ def _track_step(model, batch, autocast, optimizer, accumulate):
     with flex, StorageTracker(model) as tracker:
         with autocast:
             loss = model(*batch)[1]
-        kept, on_host = +tracker.live, tracker.offloaded
+        activations, on_host = tracker.live[ACTIVATIONS], tracker.offloaded
         tracker.in_backward = True
         loss.backward()
-        del loss
-    by_block, by_kind = Counter(), Counter()
-    for (block, kind), n in kept.items():
-        if (block, kind) not in (LOSS, BACKWARD):
-            by_block[block] += n
-            by_kind[kind] += n
     parameters, gradients, state = state_bytes(model, optimizer)
     peak = max(gradients, tracker.peak + gradients * accumulate)
-    return Memory(parameters, gradients, state, by_kind.total(), tracker.loss_peak,
-                  parameters + state + peak, [by_block[i] for i in range(model.config.n_layer)],
-                  dict(by_kind), on_host, tracker.flops, policy_of(model), str(model.device))
+    return Memory(parameters, gradients, state, activations, tracker.loss_peak,
+                  parameters + state + peak, on_host, tracker.flops, policy_of(model),
+                  str(model.device))
 
 
 def _sdpa(q, k, v, window):

@@ -24,7 +24,7 @@ from training.flops import achieved, peak_tflops
 from training.int8_forward import train_for_int8
 from training.load_model import check_weights
 from training.loss import linear_cross_entropy
-from training.memory_plan import choose_policy, warn_of_memory
+from training.memory import choose_policy, print_memory_report, warn_of_memory
 from training.optim import load_optimizer, make_optimizer, optimizer_state
 from training.recompute import set_recompute
 from training.update import GuardedUpdate, broken, propagate_nonfinite
@@ -71,7 +71,6 @@ class Run:
         self.batch = self._resume(saved) if saved else self.batches.next()
         del saved
         if s.memory_report and ranks.main:
-            from training.memory import print_memory_report
             print_memory_report(self, self.dtype)
         self._compile_and_distribute()
 

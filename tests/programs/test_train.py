@@ -17,7 +17,7 @@ from tests.programs.support import (
     losses,
     run_train,
 )
-from training import memory_plan
+from training import memory
 from training.flops import flops_per_token
 from training.memory_use import Predictor
 from training.run import Run
@@ -74,7 +74,7 @@ def test_the_time_left_does_not_count_a_slow_first_iteration(tmp_path, capsys, m
 def test_a_step_that_will_not_fit_is_predicted_before_the_first(tmp_path, capsys, monkeypatch):
     run_train(tmp_path / 'a', max_iters=1)
     assert 'a step is predicted to need' not in capsys.readouterr().out
-    monkeypatch.setattr(memory_plan, 'available_memory', lambda: 100_000)
+    monkeypatch.setattr(memory, 'available_memory', lambda: 100_000)
     monkeypatch.setattr(Run, 'step', lambda run: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run_train(tmp_path / 'b', batch_size=500)

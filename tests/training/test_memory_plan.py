@@ -1,5 +1,6 @@
 """`python -m training.memory` and the search behind it."""
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,7 @@ from hypothesis import strategies as st
 import training.loss
 from config.errors import UserError
 from config.gpt_config import GPTConfig
-from training.memory import main
-from training.memory_plan import Plans, largest_batch
+from training.memory import Plans, largest_batch, main
 from training.memory_use import Predictor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +71,7 @@ def test_predicted_peaks_fall_where_the_search_expects_it(monkeypatch, chunked, 
         assert all(peak > budget for peak in peaks[n:])
 
 
-def test_figures_are_predictions_and_the_advice_follows_from_them(capsys):
+def test_figures_are_predictions(capsys):
     main([*FLAGS, '--batch_size=6', '--budget=61MB', '--json=True'])  # small: the search ends soon
     out = capsys.readouterr().out
     document = json.loads(out.splitlines()[-1])
@@ -82,15 +82,12 @@ def test_figures_are_predictions_and_the_advice_follows_from_them(capsys):
     for policy in ('none', 'block'):
         row, at = rows[policy], predictor.predict(policy, 6)
         n = row['largest_batch']
-        assert (row['peak'], row['activations'], row['fits']) == (at.peak, at.activations,
-                                                                  at.peak <= 61e6)
+        assert (row['peak'], row['activations']) == (at.peak, at.activations)
         assert n > 6 and row['largest_peak'] == predictor.predict(policy, n).peak <= 61e6
         assert predictor.predict(policy, n + 1).peak > 61e6
-    assert document['fastest'] == document['at_batch_size'] == 'none'
     assert rows['none']['recomputed'] == 0
     assert rows['block']['recomputed'] > 0
-    assert document['largest_batch'] == max(row['largest_batch'] for row in rows.values())
-    assert '--recompute=none is the fastest that fits' in out
+    assert re.search(rf"^none .* {rows['none']['largest_batch']} ", out, re.M)
 
 
 @pytest.mark.parametrize('flag, words', [
