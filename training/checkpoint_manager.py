@@ -4,6 +4,7 @@ import re
 import shutil
 import uuid
 from pathlib import Path
+from typing import NamedTuple
 
 from config.errors import UserError
 from training import checkpoint as ckpt
@@ -96,7 +97,7 @@ class CheckpointManager:
         """Before the first save: rename files of other runs, or ahead of `start`."""
         if self.origin != self.path:
             found = peek(self.path)
-            self.latest = found[1] if self._owns(found) else None
+            self.latest = found.iteration if self._owns(found) else None
         if self.latest is None and self.path.is_file():
             # linked, not moved: ckpt.pt must exist at all times
             self._rename_old(self.path, lines, link_or_copy)
@@ -107,11 +108,11 @@ class CheckpointManager:
                 found = peek(path)
                 if self._owns(found):
                     self.numbered[int(match[1])] = path
-                elif found and found[0] == self.run:
+                elif found and found.run == self.run:
                     self._rename_old(path, lines)
 
     def _owns(self, found):
-        return found is not None and found[0] == self.run and found[1] <= self.start
+        return found is not None and found.run == self.run and found.iteration <= self.start
 
     @staticmethod
     def _rename_old(path, lines, rename=Path.replace):
@@ -137,29 +138,22 @@ def _free_name(path: Path) -> Path:
             return candidate
 
 
-def _open_mapped(path: Path) -> dict | None:
-    """Open a checkpoint without reading its tensors; None if it is missing or does not load."""
+class Peek(NamedTuple):
+    """What a checkpoint says of itself; '' where it has no run id, or no `launch_id`."""
+    run: str
+    iteration: int
+    launch: str
+
+
+def peek(path: Path) -> Peek | None:
+    """Look into a checkpoint without reading its tensors; None if missing or unreadable."""
     try:
-        checkpoint = ckpt.read_file(path, mmap=True)
-        return {**checkpoint, 'iter_num': int(checkpoint['iter_num'])}
+        found = ckpt.read_file(path, mmap=True)
+        run, launch = (text if isinstance(text := found.get(key), str) else ''
+                       for key in ('run', 'launch'))
+        return Peek(run, int(found['iter_num']), launch)
     except Exception:  # torch raises errors of many types; the file may be anything
         return None
-
-
-def peek(path: Path) -> tuple[str, int] | None:
-    """Return a checkpoint's run ('' if it has no run id) and iteration, or None if unreadable."""
-    found = _open_mapped(path)
-    return found and (_text(found, 'run'), found['iter_num'])
-
-
-def launch_of(path: Path) -> str:
-    """Return the `launch_id` of the launch that saved the checkpoint; '' if there is none."""
-    return _text(_open_mapped(path) or {}, 'launch')
-
-
-def _text(checkpoint: dict, key: str) -> str:
-    value = checkpoint.get(key)
-    return value if isinstance(value, str) else ''
 
 
 def checkpoint_in(out_dir: str, name: str) -> Path:
@@ -180,7 +174,7 @@ def load_to_resume(path: Path, whole: bool = True) -> dict:
         return ckpt.load_checkpoint(path, whole=whole)
     except UserError as e:
         found = {p.name: peek(p) for p in path.parent.glob('ckpt*.pt') if p != path}
-        others = sorted(((at[1], name) for name, at in found.items() if at), reverse=True)
+        others = sorted(((at.iteration, name) for name, at in found.items() if at), reverse=True)
         if not others:
             raise
         named = ' or '.join(f'--resume_from={name} (iteration {n})' for n, name in others[:4])

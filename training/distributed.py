@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from config.errors import UserError
 from config.folder_lock import process_start
-from training.checkpoint_manager import launch_of
+from training.checkpoint_manager import peek
 from training.device import pick_device
 
 LONG = timedelta(days=7)  # a timeout: the other ranks wait while rank 0 prepares a data set
@@ -138,7 +138,8 @@ def go_on_after_restart(s, ranks: Ranks) -> None:
     """If torchrun has restarted the processes (--max-restarts) because one died or joined, change
     the settings to resume from ckpt.pt, provided that this launch has saved one."""
     path = Path(s.out_dir) / 'ckpt.pt'
-    if ranks.gather(launch_id() != '' and launch_of(path) == launch_id())[0]:
+    saved = peek(path)
+    if ranks.gather(saved is not None and saved.launch == launch_id() != '')[0]:
         print(f'{path} was saved by this launch ({launch_id()}), so this is a restart: '
               'going on from it')
         s.init_from, s.resume_from = 'resume', path.name
