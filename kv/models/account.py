@@ -1,19 +1,18 @@
 """The account of any model's memory: bytes by layer and dtype, what engines allocate, how many
-sequences fit, and what the same model would hold with nanoKV's plan. No torch here."""
+sequences fit, and what the same model would hold with nanoKV's plan. Torch is needed only where
+transformers builds a model (`kv.models.build`)."""
 from dataclasses import replace
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from kv.models import engines
-from kv.models.config import completed, stated
-from kv.models.memory import FULL, WINDOW, Memory, Part, Store, memory_of
-from kv.models.states import RECURRENT, State
-from kv.plan import KVPlan, plan_kv
+from kv.models.config import text_of
+from kv.models.memory import INSTALL, NANOKV, Memory, Store, memory_of_facts, memory_of_plan
+from kv.plan import plan_kv
 from kv.report import REPORTED_DTYPES
 
 LIKE_WINDOW = 1024  # of `like_nanokv`, where the model has no windows
 LADDER_ROW = '+ int8 KV'
-NANOKV = 'nanokv'
 
 
 def account(config: dict, batch: int = 1, max_seq_len: int = 4096, kv_dtype: str = 'bfloat16',
@@ -31,7 +30,6 @@ def account(config: dict, batch: int = 1, max_seq_len: int = 4096, kv_dtype: str
         bytes, bytes_per_token, bytes_per_further_token   of all stores together
         by_dtype    {kv_dtype: bytes}
         engines     {engine: bytes allocated}; None: not known, or it cannot run the model
-        unread      keys of the config that may describe memory that is not counted
         assumed     what the config does not say, in words
         filled      settings that the config leaves out, with the values they were given
         defaults    where settings that the config leaves out come from; '' = unknown
@@ -39,30 +37,29 @@ def account(config: dict, batch: int = 1, max_seq_len: int = 4096, kv_dtype: str
         like        (with like) bytes, smaller, window, and the row of the ladder that prices it
 
     Raises:
-        UserError: if the config lacks a fact, contradicts itself, or has layers of an unknown kind.
+        UserError: if the config lacks a fact or contradicts itself, if transformers cannot run it,
+            or if the memory of this config is known to transformers only, and that is missing.
     """
     for name, value in (('max_seq_len', max_seq_len), ('batch', batch), *vllm.items()):
         if value < 1:
             raise UserError(f'{name}={value}: must be at least 1')
     if like not in ('', NANOKV):
         raise UserError(f"like={like!r}: allowed are '', 'nanokv'")
-    memory, defaults = _memory(config)
-    given = config[NANOKV] if memory.model_type == NANOKV else stated(config)
+    memory = _memory(config)
     dtype = dtype or (kv_dtype if kv_dtype in ('float32', 'float16') else 'bfloat16')
 
     def total(length, stored=kv_dtype):
         return engines.needed(memory, batch, length, stored, dtype)
     nbytes = total(max_seq_len)
     found = {
-        'model_type': memory.model_type, 'n_layer': memory.n_layer, 'defaults': defaults,
+        'model_type': memory.model_type, 'n_layer': memory.n_layer,
+        'defaults': memory.defaults, 'filled': memory.filled, 'assumed': list(memory.assumed),
         'batch': batch, 'max_seq_len': max_seq_len, 'kv_dtype': kv_dtype, 'dtype': dtype,
         'stores': [_row(store, batch, max_seq_len, kv_dtype, dtype) for store in memory.stores],
         'bytes': nbytes, 'bytes_per_token': nbytes / batch / max_seq_len,
         'bytes_per_further_token': (total(max_seq_len + 1) - nbytes) // batch,
         'by_dtype': {name: total(max_seq_len, name) for name in REPORTED_DTYPES},
-        'engines': allocated(memory, batch, max_seq_len, dtype, **vllm),
-        'filled': {name: value for name, value in memory.facts.items() if name not in given},
-        'unread': memory.unread, 'assumed': list(memory.assumed)}
+        'engines': allocated(memory, batch, max_seq_len, dtype, **vllm)}
     if budget:
         one = {name: engines.needed(memory, 1, max_seq_len, stored, dtype)
                for name, stored in (('needed', dtype), (f'needed, {kv_dtype}', kv_dtype))}
@@ -74,34 +71,30 @@ def account(config: dict, batch: int = 1, max_seq_len: int = 4096, kv_dtype: str
     return found
 
 
-def _memory(config: dict) -> tuple[Memory, str]:
+def _memory(config: dict) -> Memory:
     if isinstance(config.get(NANOKV), dict):
         try:
             ours = GPTConfig(**config[NANOKV])
-            sizes = {name: getattr(ours, name) for name in ('n_layer', 'n_head', 'n_embd')}
-            return replace(memory_of_plan(plan_kv(ours)), facts=sizes), 'GPTConfig'
         except TypeError as e:  # an unknown field
             raise UserError(f'this config is not of a model of this version: {e}') from e
-    settings, defaults = completed(config)
+        filled = {name: getattr(ours, name) for name in ('n_embd', 'n_head', 'n_layer')
+                  if name not in config[NANOKV]}
+        return replace(memory_of_plan(plan_kv(ours)), defaults='GPTConfig', filled=filled)
     try:
-        return memory_of(settings, complete=bool(defaults)), defaults
-    except UserError as e:
-        if defaults:
-            raise
-        raise UserError(f'{e}; what a config leaves to its class is filled in if transformers '
-                        "knows it: pip install 'transformers>=5.23'") from e
+        from transformers import CONFIG_MAPPING
 
-
-def memory_of_plan(plan: KVPlan) -> Memory:
-    """A KV plan as the memory of a model."""
-    stores = []
-    for slot in plan.slots:
-        one = Part('latent' if slot.latent else 'K = V' if slot.tied else 'K', slot.n_kv_head,
-                   slot.head_dim)
-        parts = (one,) if slot.tied else (one, Part('V', slot.n_kv_head, slot.head_dim))
-        half = (State(RECURRENT, (slot.n_kv_head, slot.head_dim // 2)),) * slot.offset
-        stores.append(Store(WINDOW if slot.window else FULL, slot.layers, parts, slot.window, half))
-    return Memory(tuple(stores), len(plan.layers), plan.n_head, plan.head_dim, NANOKV, {})
+        from kv.models import build
+        name = config.get('model_type')
+        known = isinstance(name, str) and name in CONFIG_MAPPING
+        why = f'transformers does not know model_type={name!r}'
+    except ImportError:
+        known, why = False, f'for what only its class says: {INSTALL}'
+    memory = build.memory_of(config) if known else memory_of_facts(text_of(config), why)
+    quantization = config.get('quantization_config')
+    if isinstance(quantization, dict) and quantization.get('kv_cache_scheme'):
+        told = 'its quantization_config has a kv_cache_scheme: choose --kv_dtype accordingly'
+        memory = replace(memory, assumed=(*memory.assumed, told))
+    return memory
 
 
 def allocated(memory: Memory, batch: int, length: int, dtype: str, **vllm) -> dict:

@@ -5,6 +5,7 @@ from rich.table import Table
 
 from config.sizes import nice_bytes
 from kv.console import print_table
+from kv.models.memory import INSTALL
 
 
 def print_account(found: dict, console) -> None:
@@ -92,14 +93,12 @@ def notes(found: dict) -> list[str]:
     lines = []
     if not found['defaults']:
         lines.append('Note: only what the config says is known, and layers of which it says '
-                     'nothing count as full attention; settings that it leaves to its class are '
-                     "filled in if transformers knows it (pip install 'transformers>=5.23').")
+                     'nothing count as full attention. Where transformers knows the class, it '
+                     f'builds the model and counts its cache: {INSTALL}.')
     if found['filled']:
         filled = ', '.join(f'{name}={_short(value)}' for name, value in found['filled'].items())
         lines.append(f"Note: the config does not have {filled}: defaults of {found['defaults']}.")
     lines += [f'Note: {line}.' for line in found['assumed']]
-    for name, value in found['unread'].items():
-        lines.append(f'Note: this config has {name}={_short(value)}, which is not accounted for.')
     if like := found.get('like'):
         lines.append(
             f"\nwith nanoKV's plan (LLLLLG/AABBBC, global K/V tied, W={like['window']:,}, one K/V "

@@ -2,16 +2,18 @@
 import pytest
 
 from kv.models import engines
-from kv.models.memory import memory_of
+from kv.models.build import memory_of
+from kv.models.memory import CHUNK, FULL, WINDOW, Memory, Part, Store
 from tests.kv.models.test_account import STATES
 
-MIXED = dict(num_attention_heads=8, hidden_size=64, num_key_value_heads=2, sliding_window=32)
 POSITION = 2 * 2 * 8 * 2
 
 
-def mixed(full: int, windows: int, **changes):
-    kinds = ['full_attention'] * full + ['sliding_attention'] * windows
-    return memory_of(MIXED | dict(num_hidden_layers=len(kinds), layer_types=kinds) | changes)
+def mixed(full: int, windows: int, window_heads: int = 2, kind: str = WINDOW):
+    parts = {heads: (Part('K', heads, 8), Part('V', heads, 8)) for heads in (2, window_heads)}
+    stores = [Store(FULL, (i,), parts[2]) for i in range(full)]
+    stores += [Store(kind, (full + i,), parts[window_heads], 32) for i in range(windows)]
+    return Memory(tuple(stores), len(stores), 8, 8, 'mixed')
 
 
 @pytest.mark.parametrize('full, windows, group_size, groups', [
@@ -27,16 +29,15 @@ def test_pages_of_different_sizes():
     """Twice the heads in the windows: pages of the others have twice the positions. Widths that do
     not divide each other are refused by vLLM."""
     full, window = -(-1000 // 32), -(-32 // 16) + 1
-    twice = mixed(2, 2, swa_num_key_value_heads=4)
+    twice = mixed(2, 2, window_heads=4)
     assert engines.vllm(twice, 3, 1000, 'bfloat16', step_tokens=1) == (
         3 * (full + window) * 2 * 16 * 2 * POSITION)
-    assert engines.vllm(mixed(2, 2, swa_num_key_value_heads=3), 1, 1000, 'bfloat16') is None
+    assert engines.vllm(mixed(2, 2, window_heads=3), 1, 1000, 'bfloat16') is None
 
 
 def test_pages_of_chunks():
     """They begin where the chunk does."""
-    chunked = memory_of(MIXED | dict(num_hidden_layers=2, layer_types=['chunked_attention'] * 2,
-                                     attention_chunk_size=32))
+    chunked = mixed(0, 2, kind=CHUNK)
     assert engines.vllm(chunked, 3, 1000, 'bfloat16', step_tokens=64) == 3 * 2 * 6 * 16 * POSITION
 
 

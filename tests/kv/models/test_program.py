@@ -10,6 +10,7 @@ from config.errors import UserError
 from kv import account
 from kv.__main__ import main
 from kv.models.config import read_config
+from tests.helpers.hf_families import FAMILIES
 from tests.kv.models.test_account import GEMMA_3, LLAMA, ROOT
 
 
@@ -31,16 +32,15 @@ def test_the_program(name, tmp_path, capsys):
 
 
 def test_shared_caches_are_shown(tmp_path, capsys):
-    shared = LLAMA | dict(num_hidden_layers=6, num_kv_shared_layers=3)
-    main([write(tmp_path / 'model', shared | dict(model_type='unheard of'))])
-    assert '2, read by 3-5' in capsys.readouterr().out
+    main([write(tmp_path / 'model', FAMILIES['gemma3n_text'] | dict(model_type='gemma3n_text'))])
+    assert '3, read by 4' in ' '.join(capsys.readouterr().out.split())
 
 
 def test_defaults_that_are_filled_in_are_shown(tmp_path, capsys):
     for i, (config, filled) in enumerate((
             (dict(model_type='llama', num_attention_heads=32),
              {'head_dim': 128, 'num_hidden_layers': 32}),
-            (dict(model_type='gpt2', n_embd=64, num_attention_heads=4), {'n_layer': 12}),
+            (dict(model_type='gpt2', n_embd=64, num_attention_heads=4), {'num_hidden_layers': 12}),
             (dict(nanokv=dict(n_layer=2)), {'n_embd': 768, 'n_head': 12}))):
         main([write(tmp_path / str(i), config), '--json=True'])
         *lines, last = capsys.readouterr().out.splitlines()

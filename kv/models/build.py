@@ -1,0 +1,195 @@
+"""The memory of a model that transformers can build: it is built without data, reads three tokens,
+and its cache says by itself what each layer stores.
+
+Torch's meta device has shapes and dtypes but no data, so the largest models take a few seconds and
+no memory. Only classes that are part of transformers run; code named in a config never does.
+"""
+from dataclasses import replace
+
+import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from config.errors import UserError
+from kv.models.config import text_of
+from kv.models.memory import (ALWAYS_FLOAT32, CHUNK, CONV, FULL, RECURRENT, STATE, WINDOW, Memory,
+                              Part, State, Store, check_sizes)
+
+TOKENS = 3
+FACTS = ('head_dim', 'hidden_size', 'layer_types', 'num_attention_heads', 'num_hidden_layers',
+         'num_key_value_heads', 'sliding_window')
+
+# attributes of the layers of a cache
+STORED = {'keys', 'values', 'indexer_keys', 'conv_states', 'recurrent_states'}
+
+
+class WithoutData(TorchDispatchMode):
+    """Meta tensors in a model that branches on numbers: every number is 1, no element is nonzero."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return 1
+        if func is torch.ops.aten.nonzero.default and args[0].is_meta:
+            return torch.empty(0, args[0].dim(), dtype=torch.long, device='meta')
+        return func(*args, **(kwargs or {}))
+
+
+def _without_code(config: dict) -> dict:
+    """The config without the keys that name code to run."""
+    kept = {name: value for name, value in config.items()
+            if name != 'auto_map' and not str(name).endswith('_implementation')}
+    return {name: _without_code(value) if isinstance(value, dict) else value
+            for name, value in kept.items()}
+
+
+def memory_of(given: dict) -> Memory:
+    """The memory of a model, by the contents of its config.json.
+
+    Raises:
+        UserError: if transformers cannot build or run it, or it has no cache.
+    """
+    check_sizes(given)
+    cls = transformers.CONFIG_MAPPING[given['model_type']]
+    try:
+        config = cls.from_dict(_without_code(given))
+        if not config.is_encoder_decoder:
+            config = config.get_text_config(decoder=True)
+    except Exception as e:  # whatever a class or one of its properties raises
+        raise UserError(f"this config is not valid for transformers' {cls.__name__}: "
+                        f'{_line(e)}') from e
+    name = config.model_type
+    try:
+        model, cache = _run(config)
+    except Exception as e:  # whatever a model raises for sizes that contradict each other
+        raise UserError(f'transformers cannot build or run this {name}: {_line(e)}') from e
+    if not hasattr(cache, 'layers'):
+        raise UserError(f"transformers' {type(model).__name__} has no KV cache that is accounted for")
+    _check_known(cache, name)
+    n_layer = len(cache.layers)
+    if not config.is_encoder_decoder:
+        n_layer = max(n_layer, config.num_hidden_layers)
+    stores = {}
+    for i in range(n_layer):
+        store = _store(config, cache, i)
+        stores |= {i: store} if store.parts or store.states else {}
+    for i, states in _kept_in_modules(model).items():
+        own = stores.get(i, Store(STATE, (i,)))
+        stores[i] = replace(own, states=own.states + states)
+    for i, writer in _shared(config):
+        stores[writer] = replace(stores[writer], layers=(*stores[writer].layers, i))
+    assumed = []
+    if config.is_encoder_decoder or getattr(config, 'cross_attention_layers', None):
+        assumed.append('K and V of cross-attention are not counted: they depend on the length of '
+                       'its input')
+    widths = [store.parts[0].width for store in stores.values() if store.parts]
+    width = max(widths, key=widths.count, default=0)
+    if getattr(config, 'kv_lora_rank', None):
+        width = config.v_head_dim  # of values made from latents
+    said = _said(given, config)
+    filled = {key: _fact(config, key) for key in FACTS if key not in said}
+    filled = {key: value for key, value in filled.items() if value is not None}
+    return Memory(tuple(stores[i] for i in sorted(stores)), n_layer,
+                  _fact(config, 'num_attention_heads') or 0, width, name, tuple(assumed),
+                  f'transformers {transformers.__version__}, {type(config).__name__}', filled)
+
+
+def _fact(config, key: str):
+    try:
+        return getattr(config, key, None)
+    except Exception:  # Gemma 4 has no one value for all layers
+        return None
+
+
+def _said(given: dict, config) -> set[str]:
+    """Names of the settings of the text model that its config gives, by all of their names."""
+    names = set(text_of(given))
+    return names.union(*(pair for pair in config.attribute_map.items() if names & set(pair)))
+
+
+def _run(config):
+    """The model on the meta device, and its cache of three tokens; None if it has none."""
+    with torch.device('meta'), torch.no_grad(), WithoutData():
+        model = transformers.AutoModel.from_config(
+            config, dtype=torch.bfloat16, attn_implementation='eager', trust_remote_code=False)
+        model = model.eval()
+        given = {'input_ids': torch.zeros(1, TOKENS, dtype=torch.long), 'use_cache': True}
+        if config.is_encoder_decoder:
+            model = model.get_decoder()
+            given['encoder_hidden_states'] = torch.zeros(1, TOKENS, model.config.hidden_size,
+                                                         dtype=torch.bfloat16)
+        if config.model_type == 'recurrent_gemma':
+            given['past_key_values'] = transformers.DynamicCache(config=config)  # not returned
+        out = model(**given)
+    caches = given.get('past_key_values'), out.get('past_key_values'), out.get('cache_params')
+    cache = next((cache for cache in caches if cache is not None), None)
+    return model, getattr(cache, 'self_attention_cache', cache)
+
+
+def _check_known(cache, name: str) -> None:
+    """Raise UserError if a layer of the cache keeps tensors that `_store` does not read."""
+    for layer in cache.layers:
+        for attribute, value in vars(layer).items():
+            values = value.values() if isinstance(value, dict) else [value]
+            stored = any(torch.is_tensor(x) and x.dim() > 1 for x in values)
+            if stored and attribute not in STORED:
+                raise UserError(f'{name} keeps {attribute}, which is not accounted for')
+
+
+def _store(config, cache, i: int) -> Store:
+    """What layer `i` of a cache stores for itself."""
+    layer = cache.layers[i] if i < len(cache.layers) else None
+    parts, states, window = [], [], getattr(layer, 'sliding_window', None) or 0
+    names = ('latent', 'RoPE key') if getattr(config, 'kv_lora_rank', None) else ('K', 'V')
+    for name, tensor in zip(names, (getattr(layer, 'keys', None), getattr(layer, 'values', None))):
+        if tensor is not None and tensor.dim() == 4:
+            heads = tensor.shape[1]
+            if getattr(config, 'new_decoder_architecture', False):
+                heads = config.num_kv_heads  # Falcon 40B: stored once for each query head
+            parts.append(Part(name, heads, tensor.shape[-1]))
+    indexer = getattr(layer, 'indexer_keys', None)
+    if indexer is not None:
+        parts.append(Part('indexer key', 1, indexer.shape[-1]))
+    for tensor in getattr(layer, 'conv_states', {}).values():
+        if tensor is not None:
+            _, channels, kernel = tensor.shape
+            states.append(State(CONV, (channels, kernel - 1), spare=1))
+    recurrent = list(getattr(layer, 'recurrent_states', {}).values())
+    lightning = getattr(cache, 'linear_cache', [])[i:i + 1]  # MiniMax
+    states += [_recurrent(x) for x in recurrent + lightning if torch.is_tensor(x)]
+    if not parts:
+        return Store(STATE, (i,), states=tuple(states))
+    types = getattr(config, 'layer_types', None) or []
+    chunked = i < len(types) and types[i] == 'chunked_attention'
+    kind = CHUNK if chunked else WINDOW if window else FULL
+    return Store(kind, (i,), tuple(parts), window, tuple(states))
+
+
+def _recurrent(tensor) -> State:
+    dtype = ALWAYS_FLOAT32 if tensor.dtype == torch.float32 else ''
+    return State(RECURRENT, tuple(tensor.shape[1:]), dtype)
+
+
+def _kept_in_modules(model) -> dict[int, tuple[State, ...]]:
+    """{layer: states} of RecurrentGemma, which keeps them outside its cache."""
+    found = {}
+    if model.config.model_type != 'recurrent_gemma':
+        return found
+    for i, layer in enumerate(model.layers):
+        block = layer.temporal_block
+        if getattr(block, 'conv1d_state', None) is not None:
+            conv = State(CONV, tuple(block.conv1d_state.shape[1:]))
+            found[i] = conv, _recurrent(block.rg_lru.recurrent_states)
+    return found
+
+
+def _shared(config):
+    """Yield (layer, the layer whose K and V it reads) of layers without their own, as in Gemma 3n:
+    the last one of its kind."""
+    n, shared = config.num_hidden_layers, getattr(config, 'num_kv_shared_layers', None) or 0
+    for i in range(n - shared, n):
+        yield i, max(j for j in range(n - shared)
+                     if config.layer_types[j] == config.layer_types[i])
+
+
+def _line(error: Exception) -> str:
+    return ' '.join(str(error).split())[:300]
