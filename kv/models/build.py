@@ -24,7 +24,7 @@ STORED = {'keys', 'values', 'indexer_keys', 'conv_states', 'recurrent_states'}
 
 
 class WithoutData(TorchDispatchMode):
-    """Meta tensors in a model that branches on numbers: every number is 1, no element is nonzero."""
+    """Lets a model branch on meta tensors: every number is 1, and no element is nonzero."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
@@ -63,7 +63,8 @@ def memory_of(given: dict) -> Memory:
     except Exception as e:  # whatever a model raises for sizes that contradict each other
         raise UserError(f'transformers cannot build or run this {name}: {_line(e)}') from e
     if not hasattr(cache, 'layers'):
-        raise UserError(f"transformers' {type(model).__name__} has no KV cache that is accounted for")
+        raise UserError(f"transformers' {type(model).__name__} has no KV cache that is accounted "
+                        'for')
     _check_known(cache, name)
     n_layer = len(cache.layers)
     if not config.is_encoder_decoder:

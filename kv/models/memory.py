@@ -27,10 +27,10 @@ KINDS = {'full_attention': FULL, 'sliding_attention': WINDOW}
 COMMON = {'layer_types', 'num_key_value_heads', 'use_cache', 'cache_implementation',
           'max_window_layers', 'sliding_window', 'use_sliding_window', 'chunk_size_feed_forward'}
 # A key with one of these in its name may describe memory of which the common keys say nothing.
-SUSPICIOUS = re.compile('state|conv|window|chunk|kv_|lora_rank|latent|ssm|mamba|recurr|rnn|lru|cache'
-                        '|compress|memory|multi_?query|linear_|delta|index|swa|block_|layers?_type'
-                        '|per_layer|attn_|attention_(head_)?type|attention_groups|local|global'
-                        '|hybrid|shared_layers|is_encoder|cross_attention|key_value')
+SUSPICIOUS = re.compile('state|conv|window|chunk|kv_|lora_rank|latent|ssm|mamba|recurr|rnn|lru'
+                        '|cache|compress|memory|multi_?query|linear_|delta|index|swa|block_'
+                        '|layers?_type|per_layer|attn_|attention_(head_)?type|attention_groups'
+                        '|local|global|hybrid|shared_layers|is_encoder|cross_attention|key_value')
 HARMLESS = re.compile('output_|initializer_|attn_(implementation|pdrop)|.*(bias|dropout)$'
                       '|num_local_experts|.*scale')
 ENCODERS = re.compile('(?i)bert|electra|clip|xlm|MaskedLM|Encoder')

@@ -233,7 +233,8 @@ def test_nothing_is_needed_but_the_standard_library():
 EXAMPLES = {  # of docs/accounting.md, a layer of each
     'Llama 3.1 8B': LLAMA,
     'MiMo-V2-Flash': dict(model_type='mimo_v2_flash', num_attention_heads=64, head_dim=192,
-                          num_key_value_heads=4, v_head_dim=128, layer_types=['full_attention'] * 2),
+                          num_key_value_heads=4, v_head_dim=128,
+                          layer_types=['full_attention'] * 2),
     'Gemma 3 4B': dict(model_type='gemma3_text', sliding_window=1024,
                        layer_types=['sliding_attention'] * 2),
     'DeepSeek V3': dict(model_type='deepseek_v3'),
