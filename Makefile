@@ -47,10 +47,16 @@ $(VLLM_VENV)/.installed: lab/scripts/vllm_env.sh
 test-vllm: $(VLLM_VENV)/.installed  ## exported models in vLLM on a CPU, in an environment of its own (3 GB; some minutes)
 	$(VLLM_VENV)/bin/python -m pytest -q tests/vllm
 
+# grouped queries, five local layers to a global one, K = V and a quarter of RoPE in global layers, nothing shared
+GEMMA = --n_kv_head=4 --kv_share= --share_global_kv=False --kv_tied=global --rope_fraction_global=0.25
 kv: $(VENV)/.installed-test  ## the KV bytes of GPT-2's shape, numbers and pictures, in README
 	mkdir -p results/kv
-	for T in 1024 8192; do $(BIN)/python -m kv config/train_gpt2_mqa_local.py --max_seq_len=$$T --budget=1GB --json=True \
-	  | tail -n 1 | $(BIN)/python -m json.tool > results/kv/gpt2_mqa_local-T$$T.json; done
+	report() { $(BIN)/python -m kv config/train_gpt2_mqa_local.py --budget=1GB --json=True "$$@" | tail -n 1 \
+	  | $(BIN)/python -m json.tool; }; \
+	for T in 1024 8192; do \
+	  report --max_seq_len=$$T > results/kv/gpt2_mqa_local-T$$T.json; \
+	  report --max_seq_len=$$T $(GEMMA) > results/kv/gemma_shaped-T$$T.json; \
+	done
 	$(BIN)/python -m kv config/train_gpt2_mqa_local.py --svg=results/kv/plan.svg > /dev/null
 	$(BIN)/python -m lab.kv_picture
 

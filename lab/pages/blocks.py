@@ -41,6 +41,8 @@ def kv_bytes() -> list[dict]:
     vanilla = [{'kv_bytes': each['bfloat16']['kv_bytes_vanilla'], 'kv_ratio_bf16': 1,
                 'fit': each['bfloat16']['fit_vanilla']} for each in found]
     named = {'vanilla GPT-2, bfloat16': vanilla}
+    named['a plan shaped as Gemma 4, bfloat16'] = [
+        load(f'kv/gemma_shaped-T{T}')['bfloat16'] for T in (1024, 8192)]
     for dtype in ('bfloat16', 'int8'):
         named[f'`config/train_gpt2_mqa_local.py`, {dtype}'] = [each[dtype] for each in found]
     return [dict(name=name, short=short, long=long) for name, (short, long) in named.items()]
