@@ -4,7 +4,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import engine.pages.attention
 from attention.cached import dequantize
 from engine.pages.attention import MAX_UNOWNED, PageList, page_entries, paged_attention
 from engine.pages.table import PageTable
@@ -102,7 +101,7 @@ def test_any_rows_over_any_pages(kind, data, page_size, heads, spoiled, tile):
         pool.lengths[target] = pool.lengths[source]
     rows = data.draw(st.lists(st.integers(0, batch - 1), min_size=1, unique=True))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.paged_attention, 'TILE', tile)
+        patch.setattr('engine.pages.attention.TILE', tile)
         pool.check(rows)
 
 

@@ -27,9 +27,9 @@ from engine.steps.prepare import prepare
 from tests.helpers.ahead_of_time import specialised
 from tests.helpers.models import FULL_STACK, random_model
 
-engine.captured.suits_capture = lambda model: True
-engine.captured._agrees = lambda *args, **how: True  # kernels that run nothing give other logits
-engine.paged.PagedKVCache._by_table = lambda self, step: max(step.starts) > 0
+engine.steps.captured.suits_capture = lambda model: True
+engine.steps.captured._agrees = lambda *args, **how: True  # kernels that run nothing give other logits
+engine.pages.cache.PagedKVCache._by_table = lambda self, step: max(step.starts) > 0
 decode._n_processors = lambda device: 132
 compiled = set()
 
