@@ -13,7 +13,7 @@ from tests.programs.test_sample import RULE, samples_in, texts
 
 pty = pytest.importorskip('pty')
 ESCAPE = re.compile(r'\x1b\[[0-9;?]*[A-Za-z]')
-INTERRUPTED = ('import engine.stopping as e\nplain = e.SampleText.add\n'
+INTERRUPTED = ('import engine.requests.stopping as e\nplain = e.SampleText.add\n'
                'def add(self, token):\n'
                '    if self.n_tokens == 7: raise KeyboardInterrupt\n'
                '    return plain(self, token)\n'
