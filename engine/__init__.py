@@ -1,2 +1,1 @@
-"""Batching and fast decoding: the batching engine, pages, the prefix cache, captured
-steps."""
+"""Batching and fast decoding, in rooms: see docs/architecture.md."""

@@ -121,8 +121,8 @@ class NanoKVAttention(nn.Module):
             self.k_norm = nn.RMSNorm(self.latent or head_dim, eps=1e-6)
         self.sink = nn.Parameter(torch.zeros(n_head)) if config.field('attn_sink') else None
         if self.latent:
-            self.k_up, self.v_up = (
-                nn.Parameter(torch.empty(n_head * head_dim, self.latent)) for _ in 'kv')
+            self.k_up = nn.Parameter(torch.empty(n_head * head_dim, self.latent))
+            self.v_up = nn.Parameter(torch.empty(n_head * head_dim, self.latent))
 
     def forward(self, x, kv=None, rope=None, past_key_values=None, mask=None, kept=None, **kwargs):
         """x (B, t, C) -> (B, t, C), the K and V (B, Hkv, S, D) that this layer's readers use, and

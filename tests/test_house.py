@@ -24,16 +24,16 @@ CORE_TOKENS = 15_500
 # number. These are the sizes of today; the aim is 24,000 lines without tests, 22,500 of tests.
 BUDGETS = {
     'train.py sample.py chat.py serve.py ablate.py bench.py': 1_035,
-    'lab/': 7_381,
+    'lab/': 7_384,
     'serving/': 1_478,
-    'interop/': 2_000,
+    'interop/': 2_001,
     'training/': 4_127,
-    'engine/': 5_221,
+    'engine/': 5_220,
     'attention/kernels/': 815,
     'kv/': 1_667,  # without the core
-    'data/': 2_765,
+    'data/': 2_767,
     'config/ configurator.py': 1_987,
-    'tests/': 30_752,
+    'tests/': 30_755,
 }
 house = pytest.mark.house
 

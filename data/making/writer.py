@@ -262,8 +262,10 @@ def publish(folder: Path) -> None:
     if result := _read_json(ready / RESULT):  # otherwise all files have been moved
         old = [*split_files(folder, 'train'), *split_files(folder, 'val'),
                folder / 'meta.pkl', folder / 'source.json']  # an old meta.pkl would decode new ids
+        # a result of an earlier version lists no files: it had removed the old ones by now
+        kept = result.get('files', [path.name for path in old])
         for path in sorted(old, key=_order, reverse=True):
-            if path.name not in result['files'] or (ready / path.name).exists():
+            if path.name not in kept or (ready / path.name).exists():
                 path.unlink(missing_ok=True)
         for path in sorted(ready.iterdir(), key=_order):
             if path.name not in (PROGRESS, RESULT):

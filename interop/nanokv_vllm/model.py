@@ -92,7 +92,8 @@ class NanoKVAttention(nn.Module):
             self.c_latent = linear.ReplicatedLinear(C, self.latent, prefix=f'{prefix}.c_latent',
                                                     **settings)
         if self.latent:
-            self.k_up, self.v_up = (sharded_parameter(self.n_head * D, self.latent) for _ in 'kv')
+            self.k_up = sharded_parameter(self.n_head * D, self.latent)
+            self.v_up = sharded_parameter(self.n_head * D, self.latent)
         self.c_proj = linear.RowParallelLinear(n_head * D, C, prefix=f'{prefix}.c_proj', **settings)
         self.clamp, qk_norm = config.field('act_clamp'), config.field('qk_norm')
         self.q_norm = nn.RMSNorm(D, eps=1e-6) if qk_norm else None

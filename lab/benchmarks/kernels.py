@@ -106,7 +106,7 @@ def rates(device, dtype) -> dict:
     n, side = (2 ** 28, PRODUCT) if device.type == 'cuda' else (2 ** 16, 64)
     source = torch.randn(n, device=device)
     target = torch.empty_like(source)
-    a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in 'ab')
+    a, b = torch.randn(2, side, side, device=device, dtype=dtype)
     copy = milliseconds(lambda: target.copy_(source), device)
     product = milliseconds(lambda: a @ b, device)
     return {'copy_bytes_per_second': 2 * source.nbytes / copy['median'] * 1000,
@@ -167,8 +167,7 @@ def fill_random(store: KVStore) -> None:
     """Fill a store with normal random K and V, row by row so that no second copy is needed."""
     rows, *shape = store.tensors[0].shape
     for row in range(rows):
-        k, v = (torch.randn(1, *shape, dtype=store.compute_dtype, device=store.device)
-                for _ in 'kv')
+        k, v = torch.randn(2, 1, *shape, dtype=store.compute_dtype, device=store.device)
         store.write(slice(row, row + 1), 0, store.encode(k, v))
 
 
@@ -253,7 +252,8 @@ def write_cell(shape, batch: int) -> dict:
     """One decode step's queries and K/V in one layer, with the kernel and with plain torch."""
     from attention.kernels.qkv import write_qkv
     H, n_kv_head, D, dtype, device = shape
-    norms = [torch.nn.RMSNorm(D, eps=1e-6, device=device, dtype=dtype) for _ in 'qk']
+    q_norm = torch.nn.RMSNorm(D, eps=1e-6, device=device, dtype=dtype)
+    norms = q_norm, torch.nn.RMSNorm(D, eps=1e-6, device=device, dtype=dtype)
     rows = torch.arange(batch, device=device)
     rope = RotaryTable(D, 10000.0).at(rows[:, None], max(256, batch), dtype)
 

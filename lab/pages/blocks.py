@@ -168,7 +168,7 @@ def printed(command: str, width: int = 120) -> str:
 
 
 def account_report() -> str:
-    configs = json.loads((ROOT / 'lab/scripts/kv_calculators.json').read_text(encoding='utf-8'))
+    configs = json.loads((ROOT / 'results/accounting/models.json').read_text(encoding='utf-8'))
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, 'config.json').write_text(json.dumps(configs['Gemma 3 4B']), encoding='utf-8')
         return printed(f'kv {folder} --max_seq_len=32768 --budget=24GB --like=nanokv', width=100)

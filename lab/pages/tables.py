@@ -36,9 +36,12 @@ def replays() -> list[dict]:
         dtype = each['more'].rpartition('=')[2]
         found.append(each | {'name': SERVERS[f"{each['server']} {dtype}".strip()]})
 
-    order = list(SERVERS.values())
-    return sorted(found, key=lambda each: (
-        each['trace'], -each['kv'] * bool(each['users']), order.index(each['name']), each['kv']))
+    def place(each):
+        saturated = each['users'] > 0
+        by_memory = -each['kv'] if saturated else 0
+        return each['trace'], by_memory, list(SERVERS.values()).index(each['name']), each['kv']
+
+    return sorted(found, key=place)
 
 
 def table(rows, columns: dict) -> str:

@@ -28,7 +28,8 @@ from tests.helpers.ahead_of_time import specialised
 from tests.helpers.models import FULL_STACK, random_model
 
 engine.steps.captured.suits_capture = lambda model: True
-engine.steps.captured._agrees = lambda *args, **how: True  # kernels that run nothing give other logits
+# kernels that run nothing give other logits
+engine.steps.captured._agrees = lambda *args, **how: True
 engine.pages.cache.PagedKVCache._by_table = lambda self, step: max(step.starts) > 0
 decode._n_processors = lambda device: 132
 compiled = set()

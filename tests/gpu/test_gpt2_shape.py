@@ -119,7 +119,8 @@ def test_write(device, real, dtype, kv_dtype):
     B, H, S = 64 if real else 3, 12, 256
     owns = kv_dtype != 'none'
     qkv = torch.randn(B, 1, H + 2 * owns, D, device=device, dtype=dtype)
-    norms = [torch.nn.RMSNorm(D, 1e-6, device=device, dtype=dtype) for _ in 'qk']
+    q_norm = torch.nn.RMSNorm(D, 1e-6, device=device, dtype=dtype)
+    norms = q_norm, torch.nn.RMSNorm(D, 1e-6, device=device, dtype=dtype)
     for norm in norms:
         torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
     rows = torch.arange(B, device=device)
@@ -180,7 +181,8 @@ def test_captured_steps(device, real, kv_dtype, layout):
     for batch in sizes[-1:] if layout == 'compiled' else sizes:  # compiling takes a minute
         pages = dict(n_pages=batch * room // 4, page_size=16) if layout == 'paged' else {}
         kind = PagedKVCache if layout == 'paged' else KVCache
-        caches = [model.new_cache(batch, room, kv_dtype, kind, **pages) for _ in 'ab']
+        plain = model.new_cache(batch, room, kv_dtype, kind, **pages)
+        caches = plain, model.new_cache(batch, room, kv_dtype, kind, **pages)
         prompt = torch.randint(model.config.vocab_size, (batch, room // 2), device=device)
         for cache in caches:
             with triton_enabled(False):
