@@ -132,7 +132,8 @@ def free_port() -> int:
 
 def wait(url: str, process, log) -> None:
     """Until the server answers."""
-    end, client = time.monotonic() + START_S, Client(url, timeout=5.0)
+    key = os.environ.get('OPENAI_API_KEY', '')
+    end, client = time.monotonic() + START_S, Client(url, key, timeout=5.0)
     while process.poll() is None and time.monotonic() < end:
         with contextlib.suppress(Failed):
             client.model()

@@ -13,10 +13,11 @@ from lab.sessions.client import Answer, Client, Failed
 from tests.helpers.sessions import Fake
 
 ANSWERS = '''
-import http.server, json, sys
+import http.server, json, os, sys
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200)
+        key = self.headers.get("Authorization", "Bearer").removeprefix("Bearer").strip()
+        self.send_response(200 if key == os.environ.get("NANOKV_API_KEY", "") else 401)
         self.end_headers()
         self.wfile.write(json.dumps({"data": [{"id": "tiny"}]}).encode())
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
@@ -38,6 +39,14 @@ def test_a_server_runs_until_the_end(monkeypatch):
     assert process.poll() is not None
     with pytest.raises(Failed):
         Client(url).model()
+
+
+def test_a_server_with_a_key_is_asked_with_it(monkeypatch):
+    monkeypatch.setenv('NANOKV_API_KEY', 'k')
+    monkeypatch.setenv('OPENAI_API_KEY', 'k')
+    monkeypatch.setattr(servers, 'START_S', 20.0)
+    with start(monkeypatch, ANSWERS) as (url, _):
+        assert Client(url, 'k').model() == 'tiny'
 
 
 def test_the_output_of_a_server_that_ends_is_in_the_error(monkeypatch):
