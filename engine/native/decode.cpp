@@ -260,10 +260,13 @@ static void prefetch_tile(const Slot& slot, Place place, int64_t head, int64_t D
             __builtin_prefetch((const char*)k + byte, 0, 2);
 }
 
+// Vectors of sums for each of n queries: as many as there are registers for
+constexpr int columns_at_once(int n) { return WIDE ? 4 : n > 2 ? 1 : 4 / n; }
+
 // scores (N, TILE) of N queries, q (D, N): each key is loaded once for all of them
 template <int N, typename T>
 static void tile_scores(const float* q, const Tile<T>& tile, int64_t D, float* scores) {
-    constexpr int J = 4;  // as many sums as there are registers for
+    constexpr int J = columns_at_once(N);
     for (int64_t first = 0; first < TILE; first += J * LANES) {
         f16x acc[N][J] = {};
         const T* k = tile.k + first;
@@ -365,8 +368,9 @@ static void attend_tile(const float* q, const Tile<T>& tile, int64_t D, float* t
         top[h] = most;
     }
     int64_t d = 0;
-    for (; d + 4 * LANES <= D; d += 4 * LANES)
-        add_values<N, 4, SIZE>(scores, tile.v, tile.n, D, d, width, out);
+    constexpr int J = columns_at_once(N);
+    for (; d + J * LANES <= D; d += J * LANES)
+        add_values<N, J, SIZE>(scores, tile.v, tile.n, D, d, width, out);
     for (; d < D; d += LANES) add_values<N, 1, SIZE>(scores, tile.v, tile.n, D, d, width, out);
 }
 

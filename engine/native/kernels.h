@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -18,38 +19,96 @@
 inline int omp_get_num_threads() { return 1; }
 #endif
 
-typedef float f16x __attribute__((vector_size(64), aligned(4), may_alias));     // 16 floats
-typedef int32_t i16x __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint16_t u16x __attribute__((vector_size(32), aligned(2), may_alias));
-typedef int8_t s8x __attribute__((vector_size(16), aligned(1), may_alias));
-typedef uint32_t b64x __attribute__((vector_size(64), aligned(4), may_alias));  // 64 bytes
-typedef float f8x __attribute__((vector_size(32)));
-typedef float f4x __attribute__((vector_size(16)));
+#define INLINE static inline __attribute__((always_inline))
+#define VECTOR(bytes) __attribute__((vector_size(bytes), aligned(1), may_alias))  // at any address
+
+// -- vectors of 16 elements -----------------------------------------------------------------------
+
+// Compilers keep a vector that is wider than the processor's registers in memory, and load and
+// store it at every use. So 16 floats are one register of 16, or two halves that are.
+#if defined(__AVX512F__)
+constexpr int PART = 16;
+#elif defined(__AVX2__)
+constexpr int PART = 8;
+#else
+constexpr int PART = 4;
+#endif
 constexpr int LANES = 16;
+constexpr bool WIDE = PART == LANES;
+typedef float f4x __attribute__((vector_size(16)));
+typedef float f8x __attribute__((vector_size(32)));
+typedef float floats VECTOR(PART * 4);
+typedef int32_t ints VECTOR(PART * 4);
+typedef uint32_t words VECTOR(PART * 4);
+typedef uint16_t shorts VECTOR(PART * 2);
+typedef int8_t chars VECTOR(PART);
+
+template <typename V>
+struct Two {
+    V lo, hi;
+    template <typename W>
+    explicit operator Two<W>() const { return {(W)lo, (W)hi}; }  // the same bits
+};
+#define OPERATOR(op)                                                                               \
+    template <typename V>                                                                          \
+    INLINE auto operator op(Two<V> a, Two<V> b) {                                                  \
+        return Two<decltype(a.lo op b.lo)>{a.lo op b.lo, a.hi op b.hi};                            \
+    }                                                                                              \
+    template <typename V, typename S, typename = std::enable_if_t<std::is_arithmetic_v<S>>>        \
+    INLINE auto operator op(Two<V> a, S b) {                                                       \
+        return Two<decltype(a.lo op b)>{a.lo op b, a.hi op b};                                     \
+    }                                                                                              \
+    template <typename V, typename S, typename = std::enable_if_t<std::is_arithmetic_v<S>>>        \
+    INLINE auto operator op(S a, Two<V> b) {                                                       \
+        return Two<decltype(a op b.lo)>{a op b.lo, a op b.hi};                                     \
+    }
+OPERATOR(+) OPERATOR(-) OPERATOR(*) OPERATOR(/) OPERATOR(<) OPERATOR(>) OPERATOR(&) OPERATOR(|)
+OPERATOR(<<) OPERATOR(>>)
+template <typename V> INLINE Two<V> operator-(Two<V> a) { return {-a.lo, -a.hi}; }
+template <typename V> INLINE Two<V> operator~(Two<V> a) { return {~a.lo, ~a.hi}; }
+template <typename V, typename B> INLINE Two<V>& operator+=(Two<V>& a, B b) { return a = a + b; }
+
+template <typename V>
+using Sixteen = std::conditional_t<PART == 16, V, std::conditional_t<PART == 8, Two<V>, Two<Two<V>>>>;
+typedef Sixteen<floats> f16x;
+typedef Sixteen<ints> i16x;
+typedef Sixteen<words> b64x;  // 64 bytes
 
 enum Dtype : int32_t { FLOAT32, BFLOAT16, INT8, INT4 };
 
-#define INLINE static inline __attribute__((always_inline))
-
-// -- vectors --------------------------------------------------------------------------------------
-
-INLINE f16x load(const float* p) { return *(const f16x*)p; }
-INLINE void store(float* p, f16x x) { *(f16x*)p = x; }
-INLINE f16x load(const uint16_t* p) {  // bfloat16: the upper half of a float
+INLINE floats converted(ints x) { return __builtin_convertvector(x, floats); }
+INLINE void get(floats& x, const float* p) { x = *(const floats*)p; }
+INLINE void get(words& x, const uint32_t* p) { x = *(const words*)p; }
+INLINE void get(floats& x, const uint16_t* p) {  // bfloat16: the upper half of a float
 #if defined(__AVX512F__)
-    return (f16x)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+    x = (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
 #else
-    return (f16x)(__builtin_convertvector(*(const u16x*)p, i16x) << 16);
+    x = (floats)(__builtin_convertvector(*(const shorts*)p, ints) << 16);
 #endif
 }
-
-INLINE f16x load(const int8_t* p) {
+INLINE void get(floats& x, const int8_t* p) {
 #if defined(__AVX512F__)
-    return (f16x)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+    x = (floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 #else
-    return __builtin_convertvector(__builtin_convertvector(*(const s8x*)p, i16x), f16x);
+    x = converted(__builtin_convertvector(*(const chars*)p, ints));
 #endif
 }
+INLINE void put(float* p, floats x) { *(floats*)p = x; }
+template <typename V, typename T> INLINE void get(Two<V>& x, const T* p) {
+    get(x.lo, p);
+    get(x.hi, p + sizeof(V) / 4);
+}
+template <typename V> INLINE void put(float* p, Two<V> x) {
+    put(p, x.lo);
+    put(p + sizeof(V) / 4, x.hi);
+}
+template <typename V> INLINE auto converted(Two<V> x) {
+    return Two<decltype(converted(x.lo))>{converted(x.lo), converted(x.hi)};
+}
+
+template <typename T> INLINE f16x load(const T* p) { f16x x; get(x, p); return x; }
+INLINE void store(float* p, f16x x) { put(p, x); }
+INLINE b64x bytes(const uint8_t* p) { b64x x; get(x, (const uint32_t*)p); return x; }
 
 template <typename T>
 INLINE f16x load_half(const T* p) {  // 8 elements, zeros behind: where a width is no multiple of 16
@@ -72,17 +131,22 @@ INLINE uint16_t to_bfloat16(float x) {  // to the nearest, ties to even
 }
 
 
-INLINE float sum(f16x x) {
-    f8x a, b;
-    memcpy(&a, &x, 32);
-    memcpy(&b, (const char*)&x + 32, 32);
-    a += b;
-    f4x c, d;
-    memcpy(&c, &a, 16);
-    memcpy(&d, (const char*)&a + 16, 16);
-    c += d;
-    return (c[0] + c[2]) + (c[1] + c[3]);
+INLINE float sum(f4x x) { return (x[0] + x[2]) + (x[1] + x[3]); }
+INLINE float sum(f8x x) {
+    f4x lo, hi;
+    memcpy(&lo, &x, 16);
+    memcpy(&hi, (const char*)&x + 16, 16);
+    return sum(lo + hi);
 }
+template <typename V> INLINE float sum(Two<V> x) { return sum(x.lo + x.hi); }
+#if defined(__AVX512F__)
+INLINE float sum(f16x x) {
+    f8x lo, hi;
+    memcpy(&lo, &x, 32);
+    memcpy(&hi, (const char*)&x + 32, 32);
+    return sum(lo + hi);
+}
+#endif
 
 INLINE f16x select(i16x mask, f16x a, f16x b) {  // lanes of a where the mask is -1
     return (f16x)((mask & (i16x)a) | (~mask & (i16x)b));
@@ -234,22 +298,28 @@ static void quantize_rows(const float* x, int64_t m, int64_t k, int64_t group, I
 }
 
 // acc + 4 products a lane: unsigned weights (16 rows of 4) times the 4 signed bytes of x
-INLINE i16x dot4(i16x acc, b64x w, const int8_t* x) {
+INLINE ints dot4(ints acc, words w, const int8_t* x) {
+#if defined(__AVX512VNNI__) || defined(__AVX2__) && !defined(__AVX512F__)
     int32_t four;
     memcpy(&four, x, 4);
+#endif
 #if defined(__AVX512VNNI__)
-    return (i16x)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(four));
-#elif defined(__AVXVNNI__)
-    __m256i half[2], weights[2], broadcast = _mm256_set1_epi32(four);
-    memcpy(half, &acc, 64);
-    memcpy(weights, &w, 64);
-    for (int j = 0; j < 2; j++) half[j] = _mm256_dpbusd_avx_epi32(half[j], weights[j], broadcast);
-    memcpy(&acc, half, 64);
-    return acc;
+    return (ints)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(four));
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+    return (ints)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)w, _mm256_set1_epi32(four));
+#elif defined(__AVX2__) && !defined(__AVX512F__)  // bytes 0 and 2, then 1 and 3, in 16 bits each
+    const words even = w & 0x00ff00ff, odd = (w >> 8) & 0x00ff00ff;
+    const __m256i all = _mm256_set1_epi32(four), x_odd = _mm256_srai_epi16(all, 8);
+    const __m256i x_even = _mm256_srai_epi16(_mm256_slli_epi16(all, 8), 8);
+    return acc + (ints)_mm256_madd_epi16((__m256i)even, x_even)
+               + (ints)_mm256_madd_epi16((__m256i)odd, x_odd);
 #else
-    for (int j = 0; j < 4; j++) acc += (i16x)((w >> (8 * j)) & 0xff) * (int32_t)x[j];
+    for (int j = 0; j < 4; j++) acc += (ints)((w >> (8 * j)) & 0xff) * (int32_t)x[j];
     return acc;
 #endif
+}
+template <typename V, typename W> INLINE Two<V> dot4(Two<V> acc, Two<W> w, const int8_t* x) {
+    return {dot4(acc.lo, w.lo, x), dot4(acc.hi, w.hi, x)};
 }
 
 // Weight rows that a thread takes at a time: about 192 KB, so that the threads read neighbouring
@@ -273,7 +343,7 @@ static void int8_tile(const Linear& l, const Int8Rows& x, int64_t row, int64_t b
     auto add = [&](int u) {
         for (int b = 0; b < BLOCKS; b++)
             for (int r = 0; r < R; r++)
-                acc[r][b][u] = dot4(acc[r][b][u], *(const b64x*)(w + (b * k + i) * LANES),
+                acc[r][b][u] = dot4(acc[r][b][u], bytes(w + (b * k + i) * LANES),
                                     values + r * k + i);
         i += 4;
     };
@@ -285,7 +355,7 @@ static void int8_tile(const Linear& l, const Int8Rows& x, int64_t row, int64_t b
             for (int u = 1; u < UNROLL; u++) acc[r][b][0] += acc[r][b][u];
             int64_t column = (block + b) * LANES;
             i16x dot = acc[r][b][0] - 128 * x.sum[row + r];
-            f16x value = __builtin_convertvector(dot, f16x) * (load((const float*)l.scale + column) * x.scale[row + r]);
+            f16x value = converted(dot) * (load((const float*)l.scale + column) * x.scale[row + r]);
             finish16(value, l.bias ? l.bias + column : nullptr, y + (row + r) * l.n + column,
                      l.n - column, finish);
         }
@@ -295,14 +365,15 @@ template <int BLOCKS>
 static void int8_rows(const Linear& l, const Int8Rows& x, int64_t m, int64_t block, float* y,
                       int finish) {
     int64_t row = 0;
-    for (; row + 8 <= m; row += 8) int8_tile<8, BLOCKS, 1>(l, x, row, block, y, finish);
-    if (row + 4 <= m) int8_tile<4, BLOCKS, 2>(l, x, row, block, y, finish), row += 4;
-    if (row + 2 <= m) int8_tile<2, BLOCKS, 2>(l, x, row, block, y, finish), row += 2;
-    if (row < m) int8_tile<1, BLOCKS, 4>(l, x, row, block, y, finish);
+    constexpr int U = WIDE ? 2 : 1;  // as many sums as there are registers for
+    for (; WIDE && row + 8 <= m; row += 8) int8_tile<8, BLOCKS, 1>(l, x, row, block, y, finish);
+    for (; row + 4 <= m; row += 4) int8_tile<4, BLOCKS, U>(l, x, row, block, y, finish);
+    if (row + 2 <= m) int8_tile<2, BLOCKS, U>(l, x, row, block, y, finish), row += 2;
+    if (row < m) int8_tile<1, BLOCKS, 2 * U>(l, x, row, block, y, finish);
 }
 
 static void int8_matmul(const Linear& l, const Int8Rows& x, int64_t m, float* y, int finish) {
-    const int64_t blocks = (l.n + LANES - 1) / LANES, step = m < 8 ? 1 : 2;
+    const int64_t blocks = (l.n + LANES - 1) / LANES, step = m < 8 || !WIDE ? 1 : 2;
     #pragma omp for schedule(dynamic, rows_at_once(l, l.k, step * LANES))
     for (int64_t block = 0; block < blocks; block += step) {
         if (step == 2 && block + 1 < blocks) int8_rows<2>(l, x, m, block, y, finish);
@@ -323,7 +394,7 @@ static void int4_tile(const Linear& l, const Int8Rows& x, int64_t row, int64_t b
     for (int64_t g = 0; g < groups; g++) {
         i16x dot[R] = {};
         for (int64_t i = g * l.group; i < (g + 1) * l.group; i += 8) {
-            b64x both = *(const b64x*)(w + i * LANES / 2);
+            b64x both = bytes(w + i * LANES / 2);
             for (int r = 0; r < R; r++) {
                 const int8_t* values = x.values + (row + r) * k + i;
                 dot[r] = dot4(dot4(dot[r], both & 0x0f0f0f0f, values), (both >> 4) & 0x0f0f0f0f, values + 4);
@@ -331,7 +402,7 @@ static void int4_tile(const Linear& l, const Int8Rows& x, int64_t row, int64_t b
         }
         f16x of_group = load(scale + g * LANES);
         for (int r = 0; r < R; r++)
-            acc[r] += of_group * __builtin_convertvector(dot[r] - 8 * x.sum[(row + r) * groups + g], f16x);
+            acc[r] += of_group * converted(dot[r] - 8 * x.sum[(row + r) * groups + g]);
     }
     const int64_t column = block * LANES;
     for (int r = 0; r < R; r++)
@@ -353,7 +424,7 @@ static void int4_matmul(const Linear& l, const Int8Rows& x, int64_t m, float* y,
 // Dot products of R rows of x with a row of a weight, which is read where it is: out[r * LANES]
 template <int R, typename W>
 static void float_tile(const W* w, const float* x, int64_t k, float* out) {
-    constexpr int UNROLL = 4;  // sums of a product, so that none waits for the one before
+    constexpr int UNROLL = WIDE ? 4 : 2;  // sums of a product, so that none waits for the one before
     f16x acc[R][UNROLL] = {};
     int64_t i = 0;
     auto add = [&](int u, auto get) {
@@ -426,11 +497,7 @@ static void group_tile(const W* w, const float* x, int64_t k, int64_t ahead, flo
     }
 }
 
-#if defined(__AVX512F__)
-constexpr int GROUPS = 3, COLUMNS = 8;  // of a tile, as many as registers hold
-#else
-constexpr int GROUPS = 1, COLUMNS = 4;
-#endif
+constexpr int GROUPS = WIDE ? 3 : 1, COLUMNS = WIDE ? 8 : 4;  // of a tile, as many as registers hold
 
 template <int V, typename W>
 static void group_rows(const Linear& l, const float* x, int64_t group, int64_t m, int64_t column,
@@ -482,7 +549,7 @@ static void float_matmul(const Linear& l, const float* x, int64_t m, float* y, i
     for (int64_t column = 0; column < l.n; column += LANES) {
         int64_t group = 0, row = groups * LANES;
         for (; group + GROUPS <= groups; group += GROUPS) group_rows<GROUPS, W>(l, room, group, m, column, y, finish);
-        if (group + 2 <= groups) group_rows<2, W>(l, room, group, m, column, y, finish), group += 2;
+        if (WIDE && group + 2 <= groups) group_rows<2, W>(l, room, group, m, column, y, finish), group += 2;
         if (group < groups) group_rows<1, W>(l, room, group, m, column, y, finish);
         if (row + 2 <= m) float_rows<2, W>(l, x, row, column, y, finish), row += 2;
         if (row < m) float_rows<1, W>(l, x, row, column, y, finish);
