@@ -217,8 +217,7 @@ def prepare(folder: Path, parts: dict[str, list[TextPart]], tokenizer: str, alph
                 if tokenizer == 'char':
                     after = np.full(2 if last == newline else 3, newline)
                 out.add(name, after)
-    for name in parts:
-        print(f'{name} has {out.tokens[name]:,} tokens')
+    out.report()
     return out.tokens
 
 

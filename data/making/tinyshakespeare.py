@@ -31,10 +31,7 @@ def prepare(doc: str, script: str, argv: list[str] | None,
     text = read_text(args.out, args.input, f'data/{Path(script).resolve().parent.name}/prepare.py')
     encode, meta = encoder(text)
     cut = int(len(text) * 0.9)
-    splits = {'train': encode(text[:cut]), 'val': encode(text[cut:])}
-    write_dataset(args.out, splits, meta)
-    for name, ids in splits.items():
-        print(f'{name} has {len(ids):,} tokens')
+    write_dataset(args.out, {'train': encode(text[:cut]), 'val': encode(text[cut:])}, meta)
 
 
 def read_text(folder: Path, given: Path | None, script: str) -> str:

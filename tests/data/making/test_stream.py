@@ -39,7 +39,7 @@ def test_threads_keep_the_order_and_read_no_further_than_needed(tiny):
             yield [f'document {i}'] * 3
 
     def plain(r):
-        return r.train.tolist(), r.val.tolist(), r.documents, r.nbytes
+        return r.train.tolist(), r.val.tolist(), r.documents
 
     results = encoded(source(), tiny, 0.1, workers=2)
     first = next(results)
@@ -62,7 +62,7 @@ def test_half_a_surrogate_pair_is_a_replacement_character(tiny, tmp_path):
 def test_empty_documents_give_no_tokens(tiny):
     tokens = encode_batch(['', 'a', ''], tiny, 1e-9)
     assert tokens.train.tolist() == [97, 260] and tokens.val.size == 0
-    assert tokens.documents == 3 and tokens.nbytes == 1
+    assert tokens.documents == 3
 
 
 @pytest.mark.parametrize('name, content, words', [
@@ -127,7 +127,6 @@ def test_hub_datasets_with_scripts_are_asked_for_as_parquet(monkeypatch):
 @pytest.mark.parametrize('error, words', [
     (ConnectionError("Couldn't reach\nthe Hub"),
      "x/y.*hub: ConnectionError: Couldn't reach the Hub"),
-    (FileNotFoundError(), 'FileNotFoundError: no reason given'),
     (KeyError('text'), "no column 'text'")])
 def test_hub_that_fails_is_one_line(monkeypatch, error, words):
     def load_dataset(*args, **kwargs):
@@ -143,7 +142,7 @@ def test_without_the_package_datasets(monkeypatch, run, tmp_path):
     monkeypatch.setitem(sys.modules, 'datasets', None)
     for source in (None, tmp_path / 'dump.parquet'):
         (tmp_path / 'dump.parquet').write_bytes(b'')
-        with pytest.raises(UserError, match="pip install 'datasets>=4'"):
+        with pytest.raises(UserError, match="none is installed: `pip install -U 'datasets>=4'"):
             run(source=source)
     assert not (tmp_path / 'out').exists()
 
