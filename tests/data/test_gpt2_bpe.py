@@ -80,9 +80,6 @@ def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     assert cache_folder() == tmp_path / 'own'
     monkeypatch.delenv('NANOKV_CACHE')
     assert cache_folder() == tmp_path / 'xdg' / 'nanokv'
-    monkeypatch.delenv('XDG_CACHE_HOME')
-    monkeypatch.setenv('HOME', str(tmp_path / 'home'))
-    assert cache_folder() == tmp_path / 'home' / '.cache' / 'nanokv'
 
 
 def test_runs_of_blanks_longer_than_tiktoken_can_take(tiny):
