@@ -42,17 +42,13 @@ def read_bytes(path: Path, limit: int = MAX_JSON_BYTES) -> bytes:
     Raises OSError if it cannot be read, is larger, or is not a regular file: opening a FIFO in the
     ordinary way would wait for a writer forever.
     """
-    fd = os.open(path, os.O_RDONLY | NO_WAIT | getattr(os, 'O_BINARY', 0))
-    try:
-        info = os.fstat(fd)
+    with open(path, 'rb', opener=lambda path, flags: os.open(path, flags | NO_WAIT)) as file:
+        info = os.fstat(file.fileno())
         if not stat.S_ISREG(info.st_mode):
             raise OSError(errno.EINVAL, 'it is not a regular file', str(path))
         if info.st_size > limit:
             raise OSError(errno.EFBIG, f'it is larger than {limit:,} bytes', str(path))
-        with open(fd, 'rb', closefd=False) as file:
-            return file.read(limit)
-    finally:
-        os.close(fd)
+        return file.read(limit)
 
 
 def read_json(path: Path):

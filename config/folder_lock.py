@@ -39,16 +39,9 @@ def only_writer(folder: Path, remedy: str) -> Iterator[None]:
     Raises:
         UserError: if another process is writing there, or the folder is not writable.
     """
-    if fcntl is None:
-        yield
-        return
-    path, created = folder / '.lock', not folder.exists()
+    created = not folder.exists()
     try:
-        with _hold(path, lambda file: _lock_or_refuse(file, path, remedy),
-                   f'{folder} cannot be written to') as file:
-            file.truncate(0)
-            file.write(json.dumps(this_process()))
-            file.flush()
+        with _held(folder / '.lock', f'{folder} cannot be written to', remedy):
             yield
     finally:
         if created:
@@ -62,11 +55,10 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
     Raises UserError if the folder is not writable."""
     folder = Path(folder).resolve()
     mine = _thread.__dict__.setdefault('folders', set())
-    if fcntl is None or folder in mine:
+    if folder in mine:
         yield
         return
-    with _hold(folder / '.prepare.lock', lambda file: _lock_or_wait(file, folder.name),
-               f'cannot prepare a dataset in {str(folder)!r}'):
+    with _held(folder / '.prepare.lock', f'cannot prepare a dataset in {str(folder)!r}'):
         mine.add(folder)
         try:
             yield
@@ -75,52 +67,52 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _hold(path, lock, error):
-    """Open the file at `path`, locked with `lock`, and delete it at the end."""
+def _held(path: Path, error: str, remedy: str | None = None) -> Iterator[None]:
+    """Hold the lock file at `path`, and delete it at the end. remedy: None = wait until it is free.
+    Raises UserError, which begins with `error` if the system refuses."""
+    if fcntl is None:
+        yield
+        return
     try:
-        file = _open_locked(path, lock)
+        file = _open_locked(path, remedy)
+        file.truncate(0)
+        file.write(json.dumps(this_process()))
+        file.flush()
     except OSError as e:
         raise UserError(f'{error}: {e.strerror}') from e
     with file:
         try:
-            yield file
+            yield
         finally:
             with contextlib.suppress(OSError):
                 path.unlink()
 
 
-def _open_locked(path, lock):
-    """Open the file at `path`, creating it and its folder, and lock it with `lock`."""
+def _open_locked(path, remedy):
+    """Open the file at `path`, creating it and its folder, and lock it."""
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
             # the previous holder may delete the file or the folder at any time: if so, try again
             with contextlib.suppress(FileNotFoundError):
-                file = stack.enter_context(open(path, 'a+', encoding='utf-8',
-                                                opener=regular_only))
-                lock(file)
+                file = stack.enter_context(open(path, 'a+', encoding='utf-8', opener=regular_only))
+                _lock(file, path, remedy)
                 if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
                     stack.pop_all()
                     return file
 
 
-def _lock_or_wait(file, name):
+def _lock(file, path, remedy):
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        print(f'waiting for another process that prepares dataset {name}...', flush=True)
-        fcntl.flock(file, fcntl.LOCK_EX)
-    except OSError:
-        pass  # a file system without locks
-
-
-def _lock_or_refuse(file, path, remedy):
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        for _ in range(20):  # a new holder writes its name shortly after taking the lock
-            if holder := _read_holder(file):
-                break
+        if remedy is None:
+            print(f'waiting for another process that prepares dataset {path.parent.name}...',
+                  flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+            return
+        deadline = time.monotonic() + 1  # a new holder writes its name shortly after it has locked
+        while not (holder := _read_holder(file)) and time.monotonic() < deadline:
             time.sleep(0.05)
         raise UserError(_describe(path, holder, remedy)) from None
     except OSError as e:
@@ -129,7 +121,7 @@ def _lock_or_refuse(file, path, remedy):
         holder = _read_holder(file)
         here = holder.get('host') == socket.gethostname()
         is_dead = here and holder.get('begun') != process_start(holder.get('pid', 0))
-        if holder and not is_dead:
+        if holder and not is_dead and remedy is not None:
             raise UserError(f'{_describe(path, holder, remedy)}; if it is dead, delete {path}'
                             ) from None
 

@@ -62,21 +62,20 @@ def by_hand(script: Path) -> str:
     except (OSError, ValueError, SyntaxError):
         return ''  # running it will report what is wrong with it
     for node in tree.body:
-        targets = getattr(node, 'targets', [getattr(node, 'target', None)])
-        if any(getattr(target, 'id', '') == 'BY_HAND' for target in targets):
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], 'id', '') == 'BY_HAND':
             return getattr(node.value, 'value', 'it says BY_HAND')
     return ''
 
 
 def _unknown(name: str, root: Path) -> str:
+    kinds = {'prepared': [], 'prepared on first use': [], 'prepared by hand': []}
     names = available_datasets(root)
+    for found in names:
+        manual = by_hand(root / found / 'prepare.py')
+        kind = 'prepared by hand' if manual else 'prepared on first use'
+        kinds['prepared' if is_prepared(root / found) else kind].append(found)
     near = difflib.get_close_matches(name, names, n=1)
     hint = f' (did you mean {near[0]!r}?)' if near else ''
-    prepared = [found for found in names if is_prepared(root / found)]
-    manual = [found for found in names
-              if found not in prepared and by_hand(root / found / 'prepare.py')]
-    on_use = [found for found in names if found not in prepared + manual]
-    kinds = {'prepared': prepared, 'prepared on first use': on_use, 'prepared by hand': manual}
     listed = '; '.join(f'{kind}: {", ".join(some)}' for kind, some in kinds.items() if some)
     return f'no dataset {name!r}{hint}; {listed}; your own text: python data/text/prepare.py --help'
 

@@ -5,7 +5,6 @@ A download is only used if its sha256 is correct. A failed one leaves no files b
 
 import hashlib
 import http.client
-import os
 import subprocess
 import sys
 import tempfile
@@ -64,7 +63,7 @@ def fetch_sdist(requirement: str, sha256: str, hint: str = '') -> bytes:
     with tempfile.TemporaryDirectory() as tmp:
         pip_download(f'{requirement} --hash=sha256:{sha256}\n', Path(tmp), '--no-binary=:all:',
                      what=requirement, hint=f'{hint} (pip may also need setuptools)'.strip())
-        path = next(Path(tmp).glob('*.tar.gz'), Path(tmp) / f'{requirement}.tar.gz')
+        path = next(Path(tmp).iterdir(), Path(tmp) / requirement)
         return read_checked(path, sha256, requirement)
 
 
@@ -79,19 +78,19 @@ def pip_download(requirements: str, folder: Path, *options: str, what: str, hint
     path = folder / 'requirements.txt'
     path.write_text(requirements, encoding='utf-8')
     command = [sys.executable, '-m', 'pip', 'download', '--no-deps', '--require-hashes', *options,
-               '--no-input', '--retries=2', '-d', str(folder), '-r', str(path)]
-    # otherwise pip's upgrade notice would be the last line, which is what errors report
-    env = {**os.environ, 'PIP_DISABLE_PIP_VERSION_CHECK': '1'}
-    with Console(stderr=True).status('downloading...'):  # silent when not on a terminal
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, errors='replace',
-                                  env=env, check=False, timeout=PIP_TIMEOUT)
-            reason = '' if done.returncode == 0 else last_line(done.stderr or done.stdout)
-        except subprocess.TimeoutExpired:
-            reason = f'no answer in {PIP_TIMEOUT:.0f} s'
+               '--no-input', '--disable-pip-version-check', '--retries=2', '-d', str(folder),
+               '-r', str(path)]
+    reason = ''
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors='replace',
+                              check=False, timeout=PIP_TIMEOUT)
+        if done.returncode:
+            lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+            errors = [line for line in lines if line.upper().startswith('ERROR')]
+            reason = (errors or lines or ['it gave no reason'])[-1].strip()
+    except subprocess.TimeoutExpired:
+        reason = f'no answer in {PIP_TIMEOUT:.0f} s'
     path.unlink()
-    if not reason and not any(folder.iterdir()):
-        reason = 'it left no file'
     if reason:
         raise UserError(f'pip could not fetch {what}: {reason}{"; " + hint if hint else ""}')
 
@@ -106,10 +105,3 @@ def read_checked(path: Path, sha256: str, what: str) -> bytes:
     if digest != sha256:
         raise UserError(f'{str(path)!r} has sha256 {digest}; allowed is {sha256} ({what})')
     return data
-
-
-def last_line(output: str) -> str:
-    """Return the last ERROR in pip's output, or its last line if there is none."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if line.upper().startswith('ERROR')]
-    return (errors or lines or ['it gave no reason'])[-1]

@@ -46,7 +46,15 @@ def bytes_per_token(meta: dict | None, tokens: TokenSplit) -> float:
     return float(total) / len(tokens)
 
 
-class CharTokenizer:
+class Tokenizer:
+    """Text to ids and back: `encode`, `decode`, `token_bytes` of the subclasses."""
+
+    def stream(self) -> 'TextStream':
+        """A decoder for one text that arrives id by id."""
+        return TextStream(self)
+
+
+class CharTokenizer(Tokenizer):
     """One id per character. vocab_size may include padding ids (decoded as '\ufffd')."""
 
     longest = 1  # characters per id
@@ -76,12 +84,7 @@ class CharTokenizer:
         text = self.itos.get(int(token))
         return None if text is None else text.encode(errors='replace')
 
-    def stream(self) -> 'TextStream':
-        """A decoder for one text that arrives id by id."""
-        return TextStream(self)
-
-
-class BPETokenizer:
+class BPETokenizer(Tokenizer):
     """A byte pair encoding, using tiktoken.
 
     encoding: a `tiktoken.Encoding` with '<|endoftext|>'; None = GPT-2's. end_of_text: the id of
@@ -118,15 +121,10 @@ class BPETokenizer:
         except (KeyError, OverflowError):  # a padding id, a negative id
             return None
 
-    def stream(self) -> 'TextStream':
-        """A decoder for one text that arrives id by id."""
-        return TextStream(self)
-
-
 class TextStream:
     """Decodes ids one at a time. The returned strings, joined, equal `decode` of all the ids."""
 
-    def __init__(self, tokenizer: CharTokenizer | BPETokenizer):
+    def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
         self.decoder = codecs.getincrementaldecoder('utf-8')(errors='replace')
 

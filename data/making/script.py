@@ -20,6 +20,18 @@ class Arguments(argparse.ArgumentParser):
         self.add_argument('--out', type=Path, metavar='DIR', default=Path(script).resolve().parent,
                           help='where to write (default: the folder of this script)')
 
+    def tokenizer(self, default: str, names: tuple[str, ...] = ('char', 'gpt2')) -> None:
+        """Add --tokenizer, one of `names` or bpe:N."""
+        def tokenizer_name(text: str) -> str:
+            if text not in names and not re.fullmatch(r'bpe:\d{1,6}', text):
+                raise argparse.ArgumentTypeError(
+                    f'{text!r}: allowed are {", ".join(names)} and bpe:N')
+            return text
+
+        self.add_argument('--tokenizer', type=tokenizer_name, default=default, metavar='NAME',
+                          help=f'{", ".join(names)} or bpe:N, N tokens learned from the training '
+                               f'texts (default: {default})')
+
     def error(self, message: str) -> NoReturn:
         raise UserError(f'{message} (--help lists what is allowed)')
 
@@ -36,12 +48,6 @@ def whole(text: str) -> int:
     if value < 1:
         raise ValueError
     return value
-
-
-def tokenizer_name(text: str) -> str:
-    if not re.fullmatch(r'char|gpt2|bpe:\d{1,6}', text):
-        raise argparse.ArgumentTypeError(f'{text!r}: allowed are char, gpt2 and bpe:N')
-    return text
 
 
 # names for argparse's errors

@@ -27,7 +27,6 @@ from data.making.textfiles import read_blocks
 from data.making.writer import TokenWriter
 
 BATCH = 1 << 20  # characters that a thread encodes at a time
-KINDS = ('.jsonl', '.txt', '.parquet')
 CHECKPOINT = 20_000_000  # tokens between two checkpoints
 
 
@@ -36,7 +35,6 @@ class Tokens(NamedTuple):
     train: np.ndarray
     val: np.ndarray
     documents: int
-    nbytes: int  # of the texts in UTF-8
 
 
 def arguments(doc: str, script: str) -> Arguments:
@@ -84,19 +82,17 @@ def prepare(args: Any, path: str, config: str | None = None) -> None:
             print('all had been encoded: finished what was interrupted', file=sys.stderr)
         else:
             write(out, source, encoding, args)
-    for split in ('train', 'val'):
-        print(f'{split} has {out.tokens[split]:,} tokens')
+    out.report()
 
 
 def write(out: TokenWriter, source: Callable[[int], Iterable[str]], encoding: Any,
           args: Any) -> None:
     """Encode the documents of `source(number to skip)`, until the end or max_tokens."""
-    documents = out.documents
-    if documents:
-        print(f'going on after {documents:,} documents, {sum(out.tokens.values()):,} tokens',
+    if out.documents:
+        print(f'going on after {out.documents:,} documents, {sum(out.tokens.values()):,} tokens',
               file=sys.stderr)
     try:
-        documents = _add_all(out, source(documents), encoding, args)
+        documents = _add_all(out, source(out.documents), encoding, args)
     except BaseException:
         if out.resumable:
             print(f'kept {out.documents:,} documents in {str(args.out)!r}: '
@@ -111,35 +107,25 @@ def write(out: TokenWriter, source: Callable[[int], Iterable[str]], encoding: An
 
 def _add_all(out: TokenWriter, texts: Iterable[str], encoding: Any, args: Any) -> int:
     """Add the tokens of `texts` to `out`, with checkpoints; returns the number of documents."""
-    documents, start, nbytes = out.documents, time.monotonic(), 0
-    total = before = sum(out.tokens.values())
-    next_checkpoint = total + CHECKPOINT
-    left = args.max_tokens - out.tokens.get('train', 0) if args.max_tokens else None
-
-    def status() -> str:
-        speed = (total - before) / (time.monotonic() - start + 1e-9)
-        return f'{total:,} tokens ({nbytes / 1e6:,.1f} MB of text, {speed:,.0f} tokens/s)'
-
+    documents, start = out.documents, time.monotonic()
+    total = before = saved = sum(out.tokens.values())
     with progress_bar('{task.description}') as bar:
         task = bar.add_task('')
         for tokens in encoded(batches(texts), encoding, args.val, args.workers):
-            train = tokens.train[:left]
-            out.add('train', train)
+            left = args.max_tokens and args.max_tokens - out.tokens.get('train', 0)
+            out.add('train', tokens.train[:left])
             out.add('val', tokens.val)
             documents += tokens.documents
-            nbytes += tokens.nbytes
             total = sum(out.tokens.values())
-            bar.update(task, description=status())
-            if left is not None:
-                left -= len(train)
-                if left == 0:
-                    break
-            if total >= next_checkpoint:
+            speed = (total - before) / (time.monotonic() - start + 1e-9)
+            bar.update(task, description=f'{total:,} tokens ({speed:,.0f} tokens/s)')
+            if left is not None and len(tokens.train) >= left:
+                break
+            if total >= saved + CHECKPOINT:
                 out.checkpoint(documents)
-                next_checkpoint = total + CHECKPOINT
+                saved = total
                 if bar.disable:
-                    print(status(), file=sys.stderr)
-    print(status(), file=sys.stderr)
+                    print(f'{total:,} tokens', file=sys.stderr)
     return documents
 
 
@@ -162,47 +148,42 @@ def encode_batch(texts: list[str], encoding: Any, share: float) -> Tokens:
     whether it is for validation, with probability `share`."""
     parts = {split: [np.zeros(0, np.uint16)] for split in ('train', 'val')}
     end_of_text = np.array([encoding.eot_token], dtype=np.uint16)
-    nbytes = 0
     for text in map(valid_text, texts):
-        data = text.encode()
-        nbytes += len(data)
-        if data:
+        if data := text.encode():
             digest = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), 'big')
             split = 'val' if digest < share * 2**64 else 'train'
             parts[split] += [encode_text(encoding, text), end_of_text]
-    return Tokens(*map(np.concatenate, parts.values()), len(texts), nbytes)
+    return Tokens(*map(np.concatenate, parts.values()), len(texts))
 
 
 def encoded(texts: Iterable[list[str]], encoding: Any, share: float,
             workers: int) -> Iterator[Tokens]:
     """Yield encode_batch of each batch, in order, using `workers` threads and reading at most two
     batches per thread ahead."""
-    pool, pending = ThreadPoolExecutor(workers), deque()
-    try:
+    pending = deque()
+    with ThreadPoolExecutor(workers) as pool:
         for batch in texts:
             pending.append(pool.submit(encode_batch, batch, encoding, share))
             if len(pending) >= 2 * workers:
                 yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+        for future in pending:
+            yield future.result()
 
 
 def check_files(files: list[Path]) -> None:
+    """Raise UserError if a file is missing or of another kind, before anything is read."""
     for path in files:
-        if path.suffix not in KINDS:
+        if path.suffix not in READERS:
             raise UserError(f'{str(path)!r}: allowed are .jsonl, .txt and .parquet files')
         if not os.path.isfile(path):
             raise UserError(f'no file {str(path)!r}')
-    if any(path.suffix == '.parquet' for path in files):
-        load_dataset()
+        if path.suffix == '.parquet':
+            load_dataset()
 
 
 def file_documents(files: list[Path], skip: int = 0) -> Iterator[str]:
     """Yield the documents of these files after the first `skip`. Read errors are UserErrors."""
-    readers = dict(zip(KINDS, (_json_lines, _lines, _parquet)))
-    documents = itertools.chain.from_iterable(readers[path.suffix](path) for path in files)
+    documents = itertools.chain.from_iterable(READERS[path.suffix](path) for path in files)
     return itertools.islice(documents, skip, None)
 
 
@@ -211,14 +192,13 @@ def load_dataset() -> Callable:
     the hub's repositories, or ask for permission to."""
     try:
         import datasets
+        version = datasets.__version__
     except ImportError:
-        raise UserError("this needs the package datasets: `pip install 'datasets>=4'` "
-                        '(or --from=FILE.jsonl)') from None
-    major = datasets.__version__.partition('.')[0]
+        version = 'none'
+    major = version.partition('.')[0]
     if not major.isdigit() or int(major) < 4:
-        raise UserError('this needs the package datasets in version 4 or newer, and '
-                        f'{datasets.__version__} is installed: '
-                        "`pip install -U 'datasets>=4'` (or --from=FILE.jsonl)")
+        raise UserError(f'this needs the package datasets in version 4 or newer, and {version} is '
+                        "installed: `pip install -U 'datasets>=4'` (or --from=FILE.jsonl)")
     return datasets.load_dataset
 
 
@@ -245,9 +225,9 @@ def hub_documents(path: str, config: str | None = None, skip: int = 0,
         raise UserError(f"{options.get('data_files', path)!r} has no column {error}; "
                         "allowed is a column 'text'") from None
     except Exception as error:  # noqa: BLE001  the hub's client raises errors of many libraries
-        reason = (' '.join(str(error).split()) or 'no reason given')[:300]
-        part = f' ({config})' if config else ''
-        what = options.get('data_files') or f'{path}{part} from the Hugging Face hub'
+        what = options.get('data_files') or (
+            f'{path}, {config or "the default configuration"}, from the Hugging Face hub')
+        reason = ' '.join(str(error).split())[:300]
         raise UserError(f'cannot stream {what}: {type(error).__name__}: {reason}') from None
 
 
@@ -271,3 +251,6 @@ def _lines(path: Path) -> Iterator[str]:
 
 def _parquet(path: Path) -> Iterator[str]:
     return hub_documents('parquet', data_files=str(path))
+
+
+READERS = {'.jsonl': _json_lines, '.txt': _lines, '.parquet': _parquet}

@@ -5,7 +5,6 @@ The files are read twice: first for their lengths and their alphabet, then to wr
 
 import fnmatch
 import hashlib
-import json
 import os
 import re
 import sys
@@ -18,6 +17,7 @@ import numpy as np
 from rich.progress import Progress
 
 from config.errors import UserError
+from config.files import read_json
 from data.bpe import bpe_of
 from data.download import progress_bar
 from data.long_texts import alphabet_meta, bpe_arrays, char_encoder
@@ -99,42 +99,42 @@ def check_name(name: str, root: Path, overwrite: bool = False) -> Path:
 def made_here(folder: Path) -> bool:
     """Return whether text/prepare.py made the dataset in `folder`, going by source.json."""
     try:
-        return json.loads((folder / 'source.json').read_text())['made_by'] == MADE_BY
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return read_json(folder / 'source.json')['made_by'] == MADE_BY
+    except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
-def find_files(inputs: list[Path], pattern: str) -> list[tuple[Path, str]]:
-    """Return (path, key) of given files, and of files in given folders that match `pattern`.
+def find_files(inputs: list[Path], pattern: str) -> list[Path]:
+    """Return the given files, and those of given folders that match `pattern`, in the order of
+    their paths in it.
 
     Each file is listed once. Raises UserError for a missing input, or if there are no files.
     """
-    found: dict[Path, tuple[Path, str]] = {}
+    found: dict[Path, Path] = {}
     for given in inputs:
         if os.path.isdir(given):
-            keys = {path: path.relative_to(given).as_posix() for path in _walk(given)}
-            files = [(path, key) for path, key in sorted(keys.items(), key=lambda item: item[1])
-                     if fnmatch.fnmatch(path.name, pattern) or fnmatch.fnmatch(key, pattern)]
+            files = [path for path in _walk(given) if fnmatch.fnmatch(path.name, pattern)
+                     or fnmatch.fnmatch(path.relative_to(given).as_posix(), pattern)]
         elif os.path.isfile(given):
-            files = [(given, given.name)]
+            files = [given]
         else:
             raise UserError(f'input {str(given)!r} does not exist or is no file; '
                             'allowed are files and folders')
-        for path, key in files:
-            found.setdefault(path.resolve(), (path, key))
+        for path in sorted(files, key=Path.as_posix):
+            found.setdefault(path.resolve(), path)
     if not found:
         names = ', '.join(repr(str(path)) for path in inputs)
         raise UserError(f'no file in {names} matches --glob={pattern!r}')
     return list(found.values())
 
 
-def scan(files: list[tuple[Path, str]]) -> tuple[list[TextPart], set[str]]:
+def scan(files: list[Path]) -> tuple[list[TextPart], set[str]]:
     """Return the files that are text, and the set of their characters.
 
     Reports skipped files on stderr. Raises UserError if none is text.
     """
     texts, alphabet, skipped = [], set(), {}
-    for path, _ in tracked(files, 'reading'):
+    for path in tracked(files, 'reading'):
         length, characters, digest = 0, set(), hashlib.sha256()
         try:
             for block in read_blocks(path):
@@ -153,7 +153,7 @@ def scan(files: list[tuple[Path, str]]) -> tuple[list[TextPart], set[str]]:
         _report(f'{len(skipped):,} of {len(files):,} files that are not text', skipped)
     if not texts:
         raise UserError(f'none of {len(files):,} files is text (UTF-8, not empty), '
-                        f'e.g. {str(files[0][0])!r}')
+                        f'e.g. {str(files[0])!r}')
     return texts, alphabet
 
 
@@ -217,8 +217,7 @@ def prepare(folder: Path, parts: dict[str, list[TextPart]], tokenizer: str, alph
                 if tokenizer == 'char':
                     after = np.full(2 if last == newline else 3, newline)
                 out.add(name, after)
-    for name in parts:
-        print(f'{name} has {out.tokens[name]:,} tokens')
+    out.report()
     return out.tokens
 
 

@@ -20,7 +20,8 @@ def prepare(doc: str, script: str, argv: list[str] | None,
             encoder: Callable[[str], tuple[Callable[[str], np.ndarray], dict | None]]) -> None:
     """Run the main function of a prepare.py, given its docstring and `__file__`.
 
-    The split is nanoGPT's: the first 90% of the characters are train, the rest val.
+    Only the download is verified (sha256). The split is nanoGPT's: the first 90% of the characters
+    are train, the rest val.
     encoder: maps the entire text to (a function that encodes parts of it, meta.pkl's content).
     """
     parser = Arguments(doc)
@@ -28,26 +29,14 @@ def prepare(doc: str, script: str, argv: list[str] | None,
                         help='the text, instead of the download')
     parser.out(script)
     args = parser.parse_args(argv)
-    text = read_text(args.out, args.input, f'data/{Path(script).resolve().parent.name}/prepare.py')
-    encode, meta = encoder(text)
-    cut = int(len(text) * 0.9)
-    splits = {'train': encode(text[:cut]), 'val': encode(text[cut:])}
-    write_dataset(args.out, splits, meta)
-    for name, ids in splits.items():
-        print(f'{name} has {len(ids):,} tokens')
-
-
-def read_text(folder: Path, given: Path | None, script: str) -> str:
-    """Read the file `given`, or otherwise `folder`/input.txt, downloaded if it is missing.
-
-    Only the download is verified (sha256). script: the prepare.py to name in errors.
-    """
-    path = given or folder / 'input.txt'
-    if not given and not os.path.isfile(path):
-        hint = f'give the file, or any other text: python {script} --input=FILE'
-        fetch(URL, path, SHA256, hint)
+    path = args.input or args.out / 'input.txt'
+    if not args.input and not os.path.isfile(path):
+        fetch(URL, path, SHA256, 'give the file, or any other text: python '
+              f'data/{Path(script).resolve().parent.name}/prepare.py --input=FILE')
     text = ''.join(read_blocks(path))
     if len(text) < 20:
         raise UserError(f'{str(path)!r} has {len(text)} characters; '
                         'allowed are at least 20, to train on and to validate')
-    return text
+    encode, meta = encoder(text)
+    cut = int(len(text) * 0.9)
+    write_dataset(args.out, {'train': encode(text[:cut]), 'val': encode(text[cut:])}, meta)

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from config.errors import UserError
-from config.files import regular_only
+from config.files import read_json, regular_only
 from config.folder_lock import one_at_a_time
 from data.tokenfiles import MAX_ID, TOKEN_DTYPE, dtype_of, meta_problem, split_files
 
@@ -33,16 +33,14 @@ MARKERS = ('train.bin', 'train_00000.bin')
 
 
 def write_dataset(folder: Path, splits: dict[str, np.ndarray], meta: dict | None) -> None:
-    """Write the splits, {'train': 1-D array of token ids, ...}, and meta.pkl unless `meta` is None.
-    Raises UserError like TokenWriter, and for an empty split."""
-    writer = TokenWriter(folder, meta)
-    for name, ids in splits.items():
-        if np.size(ids) == 0:
-            raise UserError(f'split {name!r} is empty; allowed is at least one token id')
-        writer.check(name, ids)  # before anything is written
-    with writer:
+    """Write the splits, {'train': 1-D array of token ids, ...}, and meta.pkl unless `meta` is None,
+    and print their sizes. Raises UserError like TokenWriter, and for an empty split."""
+    with TokenWriter(folder, meta) as out:
         for name, ids in splits.items():
-            writer.add(name, ids)
+            if np.size(ids) == 0:
+                raise UserError(f'split {name!r} is empty; allowed is at least one token id')
+            out.add(name, ids)
+    out.report()
 
 
 class TokenWriter:
@@ -85,8 +83,8 @@ class TokenWriter:
         self._new = self.folder / NEW
         self._open: dict[str, BinaryIO] = {}  # split -> file being written
 
-    def check(self, split: str, ids: np.ndarray) -> np.ndarray:
-        """Convert `ids` to the dataset's dtype. Raises UserError if any are out of range."""
+    def add(self, split: str, ids: np.ndarray) -> None:
+        """Append `ids`, a 1-D array of integers below the vocabulary size, to a split."""
         ids = np.asarray(ids)
         if ids.ndim != 1 or not (np.issubdtype(ids.dtype, np.integer) or ids.size == 0):
             raise UserError(f'split {split!r} has shape {ids.shape} and dtype {ids.dtype}; '
@@ -94,11 +92,7 @@ class TokenWriter:
         bad = ids[(ids < 0) | (ids > self.max_id)]
         if bad.size:
             raise UserError(f'{split!r} has token id {bad[0]}; allowed are 0 to {self.max_id}')
-        return ids.astype(self.dtype, copy=False)
-
-    def add(self, split: str, ids: np.ndarray) -> None:
-        """Append `ids`, a 1-D array of integers below the vocabulary size, to a split."""
-        ids = self.check(split, ids)
+        ids = ids.astype(self.dtype, copy=False)
         sharded = self.shard_tokens and split == 'train'
         with write_errors(self.folder):
             while ids.size:
@@ -112,8 +106,7 @@ class TokenWriter:
                 self._open[split].write(part.tobytes())
                 self.tokens[split] = done + part.size
                 if sharded and part.size == room:
-                    with self._open.pop(split) as file:
-                        _sync(file)
+                    self._close(split)
 
     def checkpoint(self, documents: int) -> None:
         """Record that all tokens of the first `documents` documents have been added."""
@@ -126,6 +119,11 @@ class TokenWriter:
             os.replace(self._new / 'progress.new', self._new / PROGRESS)
         self.documents = documents
 
+    def report(self) -> None:
+        """Print the number of tokens of each split."""
+        for split, n in sorted(self.tokens.items()):
+            print(f'{split} has {n:,} tokens')
+
     @property
     def resumable(self) -> bool:
         """Return whether there is a checkpoint to continue from."""
@@ -136,14 +134,12 @@ class TokenWriter:
         (self._new / PROGRESS).unlink(missing_ok=True)
 
     def __enter__(self) -> 'TokenWriter':
-        with contextlib.ExitStack() as stack:
-            with write_errors(self.folder):
-                if not self.folder.exists():
-                    stack.callback(_remove_if_empty, self.folder)  # when the lock is released
-                self.folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as stack, write_errors(self.folder):
+            if not self.folder.exists():
+                stack.callback(_remove_if_empty, self.folder)  # when the lock is released
+            self.folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(one_at_a_time(self.folder))
-            with write_errors(self.folder):
-                self._begin()
+            self._begin()
             self._lock = stack.pop_all()
         return self
 
@@ -164,68 +160,64 @@ class TokenWriter:
         for path in [*self.folder.glob('*.bin'), self.folder / 'meta.pkl']:
             if path.is_dir():
                 raise UserError(f'{str(path)!r} is a folder, where a file of the dataset belongs')
-        result = _read_json(self.folder / READY / RESULT)
-        publish(self.folder)
+        result = publish(self.folder)
         if self.key is not None and not self.restart and result.get('key') == self.key:
             self.finished, self.tokens = True, result['tokens']
-            return
-        if not self.restart and (progress := self._progress()):
-            self._resume(progress)
-        elif self._new.exists():
-            shutil.rmtree(self._new)
-        self._new.mkdir(exist_ok=True)
+        elif self.restart or not self._resume():
+            if self._new.exists():
+                shutil.rmtree(self._new)
+            self._new.mkdir()
 
-    def _progress(self) -> dict[str, Any]:
-        """Return the last checkpoint; {} if there is none or its files are missing or too short."""
-        progress = _read_json(self._new / PROGRESS)
-        with contextlib.suppress(OSError, KeyError, TypeError, AttributeError):
-            complete = all(type(size) is int and Path(name).name == name
-                           and (self._new / name).stat().st_size >= size
-                           for name, size in progress['files'].items())
-            if complete and type(progress['documents']) is int and type(progress['key']) is dict:
-                return progress
-        if self.resumable:
-            print(f'the progress in {str(self.folder)!r} is damaged: starting afresh',
-                  file=sys.stderr)
-        return {}
-
-    def _resume(self, progress: dict[str, Any]) -> None:
-        """Truncate the files to the checkpoint. UserError if it is from a different preparation."""
+    def _resume(self) -> bool:
+        """Continue from the last checkpoint, whose files are truncated to it. Returns False if
+        there is none. UserError if it is from a different preparation."""
+        progress = _read_object(self._new / PROGRESS)
+        try:
+            key, files, documents = (progress[name] for name in ('key', 'files', 'documents'))
+            damaged = type(key) is not dict or type(documents) is not int or any(
+                type(size) is not int or Path(name).name != name
+                or (self._new / name).stat().st_size < size for name, size in files.items())
+        except (OSError, KeyError, TypeError, AttributeError):
+            damaged = True
+        if damaged:
+            if self.resumable:
+                print(f'the progress in {str(self.folder)!r} is damaged: starting afresh',
+                      file=sys.stderr)
+            return False
         if self.key is None:
             raise UserError(f'{str(self.folder)!r} holds the progress of another preparation: '
                             f'finish it, or remove {NEW} there')
-        files = progress['files']
         for name, size in files.items():
             split = re.sub(r'(_\d+)?\.bin$', '', name)
             self.tokens[split] = self.tokens.get(split, 0) + size // TOKEN_DTYPE.itemsize
-        self._check_key(progress['key'])
-        self.documents = progress['documents']
+        self._check_key(key)
+        self.documents = documents
         for path in self._new.iterdir():
             if path.name in files:
                 with open(path, 'r+b', opener=regular_only) as file:
                     file.truncate(files[path.name])
             elif path.name != PROGRESS:
                 path.unlink()
+        return True
 
     def _check_key(self, old: dict[str, Any]) -> None:
-        """Raise UserError unless progress with settings `old` can be continued with self.key."""
-        names = [name for name in self.key
-                 if name != 'max_tokens' and self.key[name] != old.get(name)]
+        """Raise UserError unless progress with settings `old` can be continued with self.key:
+        max_tokens may change, to more than there are."""
         limit, done = self.key.get('max_tokens'), self.tokens.get('train', 0)
-        so_far = ''
-        if not names and limit is not None and limit <= done:
-            names, so_far = ['max_tokens'], f' and {done} train tokens so far'
+        names = [name for name in self.key if self.key[name] != old.get(name)]
+        if limit is None or limit > done:
+            names = [name for name in names if name != 'max_tokens']
         if names:
-            raise UserError(
-                f'{str(self.folder)!r} holds the progress of a preparation with '
-                f'{_settings(old, names)}{so_far}; this one has {_settings(self.key, names)}: '
-                'continue with those settings, or discard the progress with --restart')
+            then, now = (', '.join(f'{name}={key.get(name)}'[:300] for name in names)
+                         for key in (old, self.key))
+            raise UserError(f'{str(self.folder)!r} holds the progress of a preparation with {then} '
+                            f'and {done} train tokens so far; this one has {now}: '
+                            'continue with those settings, or discard the progress with --restart')
 
     def _publish(self) -> None:
         with write_errors(self.folder, '; run the same command again when that is mended'):
             for split in list(self._open):
-                with self._open.pop(split) as file:
-                    _sync(file)
+                self._close(split)
             if not self.tokens.get('train'):
                 raise UserError(f'no train tokens for {str(self.folder)!r}; '
                                 'allowed is at least one')
@@ -243,23 +235,27 @@ class TokenWriter:
                 publish(self.folder)
                 raise
 
+    def _close(self, split: str) -> None:
+        with self._open.pop(split) as file:
+            _sync(file)
+
     def _write(self, name: str, data: bytes) -> None:
         with open(self._new / name, 'wb', opener=regular_only) as file:
             file.write(data)
             _sync(file)
 
 
-def publish(folder: Path) -> None:
-    """Replace the dataset in `folder` by a completely written one, or resume doing so.
+def publish(folder: Path) -> dict[str, Any]:
+    """Replace the dataset in `folder` by a completely written one, or resume doing so. Returns what
+    result.json says of it, {} if there was none to publish or all of its files had been moved.
     Raises UserError if a folder of the preparation is a link."""
     ready = folder / READY
     for path in (folder / NEW, ready):
         if path.is_symlink():  # the files in it belong elsewhere
             raise UserError(f'{str(path)!r} is a link, where a folder of the preparation belongs: '
                             'delete it')
-    if not ready.exists():
-        return
-    if result := _read_json(ready / RESULT):  # otherwise all files have been moved
+    result = _read_object(ready / RESULT)
+    if result:
         old = [*split_files(folder, 'train'), *split_files(folder, 'val'),
                folder / 'meta.pkl', folder / 'source.json']  # an old meta.pkl would decode new ids
         # a result of an earlier version lists no files: it had removed the old ones by now
@@ -270,7 +266,9 @@ def publish(folder: Path) -> None:
         for path in sorted(ready.iterdir(), key=_order):
             if path.name not in (PROGRESS, RESULT):
                 os.replace(path, folder / path.name)
-    shutil.rmtree(ready)
+    if ready.exists():
+        shutil.rmtree(ready)
+    return result
 
 
 def _order(path: Path) -> int:
@@ -289,17 +287,13 @@ def write_errors(folder: Path, advice: str = '') -> Iterator[None]:
         raise UserError(f'cannot write a dataset to {str(folder)!r}: {reason}{advice}') from None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_object(path: Path) -> dict[str, Any]:
     """Read the JSON object in a file; {} if it is missing or damaged."""
     try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
+        value = read_json(path)
+    except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _settings(key: dict[str, Any], names: list[str]) -> str:
-    return ', '.join(f'{name}={key.get(name)}'[:300] for name in names)
 
 
 def _sync(file: BinaryIO) -> None:

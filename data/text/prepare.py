@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run from anyw
 from config.errors import UserError
 from configurator import parse, run_program
 from data.datasets import DATA_ROOT
-from data.making.script import Arguments, fraction, tokenizer_name
+from data.making.script import Arguments, fraction
 from data.making.textfiles import check_name, find_files, prepare, scan, split
 
 CONFIG = 'config/train_text.py'
@@ -43,8 +43,7 @@ def main(argv: list[str] | None = None) -> None:
                         help='files and folders')
     parser.add_argument('--glob', default='*', metavar='PATTERN',
                         help="which files of folders, e.g. '*.py' (default: all)")
-    parser.add_argument('--tokenizer', type=tokenizer_name, default='char', metavar='NAME',
-                        help='char, gpt2 or bpe:N, N from 257 to 65536 (default: char)')
+    parser.tokenizer('char')
     parser.add_argument('--val', type=fraction, default=0.1, metavar='SHARE',
                         help='share held out (default: 0.1)')
     parser.add_argument('--name', default='text',

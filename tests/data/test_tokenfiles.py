@@ -150,8 +150,7 @@ def test_a_file_that_is_damaged_while_it_is_in_use_is_named(tmp_path, damage, wo
 
 
 @pytest.mark.parametrize('sizes, short', [
-    ((4, 4, 2), []), ((4, 3, 4, 2), [1]), ((4, 4), []), ((4,), []), ((2, 4, 4), [0]),
-    ((3, 4, 4, 1), [0])])
+    ((4, 4, 2), []), ((4, 3, 4, 2), [1]), ((4,), []), ((3, 4, 4, 1), [0])])
 def test_a_shard_shorter_than_the_others_is_told(tmp_path, sizes, short):
     for number, size in enumerate(sizes):
         np.arange(size, dtype='<u2').tofile(tmp_path / f'train_{number:05d}.bin')
@@ -175,7 +174,7 @@ def write_llm_c(path, tokens, magic=20240520, version=1, count=None, dtype='<u2'
 @pytest.mark.parametrize('train, val', [
     (['fineweb_train_000001', 'fineweb_train_000002'], 'fineweb_val_000000'),
     (['tiny_shakespeare_train'], 'tiny_shakespeare_val'),
-    (['train'], 'val'), (['train_00000', 'train_00001'], 'val_00000')])
+    (['train_00000', 'train_00001'], 'val_00000')])
 def test_files_of_llm_c_are_read_without_their_header(tmp_path, train, val):
     for i, name in enumerate(train):
         write_llm_c(tmp_path / f'{name}.bin', [50256, i, 7])
@@ -192,8 +191,6 @@ def test_files_of_llm_c_are_read_without_their_header(tmp_path, train, val):
 
 @pytest.mark.parametrize('name, how, words', [
     ('fw_train_000001', {'version': 2}, ['llm.c', 'version 2', 'version 1']),
-    ('train', {'version': 2}, ['llm.c', 'version 2', 'version 1']),
-    ('fw_train_000001', {'magic': 20240801, 'version': 7, 'dtype': '<u4'}, ['Llama 3', 'uint32']),
     ('train', {'magic': 20240801, 'version': 7, 'dtype': '<u4'}, ['Llama 3', 'uint32']),
     ('train', {'count': 5}, ['1028 bytes', '5 tokens']),
     ('fw_train_000002', {}, ["no shard 'fw_train_000001.bin'", 'numbered from 1']),
