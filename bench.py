@@ -42,8 +42,8 @@ import json
 
 import configurator
 from data.datasets import DATA_ROOT
-from lab.benchmarks.report import TABLES, show
 from lab.benchmarks.setting import check_against, check_target
+from lab.benchmarks.table import TABLES, show
 from lab.files import write_json
 from training.device import check_seed
 
@@ -53,8 +53,9 @@ def main(argv=None):
     check_seed(s.seed)
     check_against(s)
     check_target(s.save)  # before minutes of measuring
-    # each mode is the module with its name
-    document = importlib.import_module(f'lab.benchmarks.{s.mode}').run(s, DATA_ROOT)
+    # each mode is the module with its name, except that the one with vLLM's is for two modes
+    module = 'vllm' if s.against == 'vllm' else s.mode
+    document = importlib.import_module(f'lab.benchmarks.{module}').run(s, DATA_ROOT)
     if s.mode in TABLES:
         show(document)
     if s.save:

@@ -10,7 +10,7 @@ import bench
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from kv.plan import plan_kv
-from lab.benchmarks import bandwidth, engines, report, table
+from lab.benchmarks import bandwidth, engines, table
 from tests.programs.support import ALPHABET, flags
 from tests.programs.test_bench import MEMORY, MEMORY_OF_FULL_STACK
 
@@ -132,15 +132,12 @@ def test_against_transformers(capsys):
     cell, = found['cells']
     sides = cell['sides']
     assert list(sides) == ['ours', 'hf dynamic', 'hf static']
-    assert cell['fastest'] == min(('hf dynamic', 'hf static'),
-                                  key=lambda name: sides[name]['tpot_ms']['median'])
     assert found['max_logit_difference'] < 1e-4 and found['activation_function'] == 'gelu_new'
     for name in ('hf dynamic', 'hf static'):
         assert (sides[name]['rows_equal'], sides[name]['rows']) == (2, 2)
         for ratio, field in (('tokens_per_second', 'tpot_ms'), ('ttft', 'ttft_ms')):
             assert cell['ratios'][ratio][name]['each'] == ratios(
                 sides[name][field]['each'], sides['ours'][field]['each'])
-    assert sum('*' in line for line in lines) == 2  # the title and the faster cache
 
 
 def test_nothing_is_timed_where_the_logits_differ(monkeypatch):
@@ -186,7 +183,7 @@ def test_saved_files_become_the_page(capsys, tmp_path):
     assert page == table.page(documents) and page.startswith('# ') and 'W=4' in page
     for name, document in documents.items():
         assert f'## {name}\n\n`{document["command"]}`' in page
-        for grid in report.TABLES[document['mode']](document):
+        for grid in table.tables(document):
             for row in grid.rows:
                 assert len(row) == len(grid.columns) and '| ' + ' | '.join(row) + ' |' in page
     budget = documents['budget']
@@ -211,7 +208,7 @@ CHAT = dict(SMALL, mode='chat')
     (dict(DECODE, contexts='8,30'), ['30 and 3 steps', 'block_size=32', 'at most 29']),
     (dict(PREFILL, contexts='8,33'), ['contexts: 33 is', 'block_size=32', 'at most 32']),
     (dict(DECODE, repeats=4), ['repeats=4', 'at least 5']),
-    (dict(DECODE, budget='100'), ["budget='100'", '12 tokens']),
+    (dict(DECODE, budget='100'), ['budget=100', '12 tokens']),
     (dict(DECODE, budget='1GB', batch_sizes='4'), ["batch_sizes='4'", "budget='1GB'"]),
     (dict(DECODE, budget='1GB', steps=12), ['12 tokens', 'steps=12']),
     (dict(DECODE, kv_dtype='int8', against='hf'), ["kv_dtype='int8'", "against='hf'"]),

@@ -78,7 +78,7 @@ def test_bench(capsys, tmp_path, weight_dtype):
     assert list(one['sides']) == ['ours', 'full stack', *SIDES]
     assert found['max_logit_difference'] <= found['tolerance']
     assert found['models']['ours']['gelu'] == 'tanh' and found['models']['ours']['bias'] is True
-    assert one['fastest'] in SIDES and 'rows' not in one['sides']['full stack']
+    assert 'rows' not in one['sides']['full stack']
     assert (one['sides'][SIDES[0]]['rows_equal'] == 2) or weight_dtype == 'int8'
     assert one['sides']['full stack']['kv_bytes'] < one['sides']['ours']['kv_bytes']
     # 256 positions of float16 in each of 6 layers, for two rows
@@ -137,7 +137,7 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch):
 
 @pytest.mark.parametrize('change, named', [
     (dict(pos_embedding='rope'), "pos_embedding='rope'"), (dict(n_kv_head=1), 'n_kv_head=1'),
-    (dict(gelu='exact'), "gelu='exact'"), (dict(compile=True), 'compile=True'),
+    (dict(compile=True), 'compile=True'),
     (dict(steps=1), 'steps=1'), (dict(budget='1GB'), 'budget='),
     (dict(contexts=46), 'block_size=48'), (dict(nanogpt='there'), 'nanogpt=')], ids=str)
 def test_what_is_refused(monkeypatch, change, named):
