@@ -1,6 +1,7 @@
 """Greedy generation with our model and with other programs that have the same vanilla weights.
 
-A peer is created from (its packages' modules, our model in float32, a folder, an ExitStack) and has
+A peer is created from (our model in float32, a folder, an ExitStack), which raises ImportError if
+the package is not installed, and has
     logits(idx)                 float32 logits of all positions: (B, T) -> (B, T, V)
     sides(prompt, steps, stack) name in the tables -> callable that returns a `Generated`
     facts()                     facts for the document
@@ -9,6 +10,7 @@ import contextlib
 import importlib.util
 import sys
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -78,14 +80,14 @@ class Ours:
 
 class HuggingFace:
     """transformers' GPT2LMHeadModel, with each of its caches."""
-    packages, install = ('transformers',), 'pip install transformers'
+    install = 'pip install transformers'
     exact, tolerance = tuple(HF_CACHES), 1e-4  # sides whose float32 logits are compared
 
-    def __init__(self, lib, ours, _folder, _stack):
-        self.lib, self.ours, self.model = lib, ours, hugging_face(ours)
+    def __init__(self, ours, _folder, _stack):
+        self.ours, self.model = ours, hugging_face(ours)
 
     def facts(self) -> dict:
-        return {'transformers': self.lib.__version__,
+        return {'transformers': version('transformers'),
                 'activation_function': self.model.config.activation_function}
 
     def logits(self, idx):
@@ -111,7 +113,6 @@ class HuggingFace:
 
 class NanoGPT:
     """nanoGPT's `generate`, which recomputes the context for every token; greedy is top_k=1."""
-    packages, install = (), ''
     exact, tolerance = ('nanogpt',), 1e-4
 
     def __init__(self, ours, folder, _stack):

@@ -1,22 +1,15 @@
 """--mode=decode against another program: complete generations from a prompt, same vanilla weights.
 
 The float32 logits must agree before anything is timed, and the tokens of float32 formats after it
-if our model computes in float32 too; for other formats, equal rows are only counted. llama.cpp is
-also compared with 'full stack': our model with the same number of parameters, the full memory stack
-and random weights.
+if our model computes in float32 too; for other formats, equal rows are only counted.
 """
 import contextlib
-import dataclasses
-import importlib
 import tempfile
 from pathlib import Path
 
 import torch
 
 from config.errors import UserError
-from config.gpt_config import GPTConfig
-from kv.capacity import parameters
-from kv.plan import plan_kv
 from lab.benchmarks import clock, engines, setting
 from lab.benchmarks.llama import LlamaCpp
 from model import GPT
@@ -25,8 +18,6 @@ from training.device import pick_device
 PEERS = {'hf': engines.HuggingFace, 'nanogpt': engines.NanoGPT, 'llama.cpp': LlamaCpp}
 TOLERANCE = 1e-4  # for float32 logits: a larger difference is not due to rounding
 CHECKED = 64      # length of the sequence whose logits are compared
-FULL_STACK = dict(n_kv_head=1, layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True,
-                  window_size=256, pos_embedding='rope', qk_norm=True, bias=False)
 
 
 def run(s, data_root: Path) -> dict:
@@ -38,21 +29,24 @@ def run(s, data_root: Path) -> dict:
     if s.against == 'llama.cpp':
         config.gelu = 'tanh'  # OpenAI's GPT-2's
     engines.check_vanilla(config, s.against)
-    modules = imported(s.against)
     with contextlib.ExitStack() as stack:
-        folder = s.nanogpt or stack.enter_context(tempfile.TemporaryDirectory())
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        if s.against == 'nanogpt':
+            folder = s.nanogpt
         ours = with_biases(config)
-        peer = PEERS[s.against](*modules, ours, folder, stack)
+        try:
+            peer = PEERS[s.against](ours, folder, stack)
+        except ImportError as e:
+            raise UserError(f'against={s.against!r} needs the package {e.name}: '
+                            f'{PEERS[s.against].install}') from e
         gap = logit_gap(ours, peer)
         if not gap <= peer.tolerance:
             raise UserError(f'against={s.against!r}: the same weights give logits that differ by '
                             f'{gap:.1e} (up to {peer.tolerance:.0e} would be rounding)')
-        models = {'ours': setting.prepared(ours, s)}
-        if s.against == 'llama.cpp':
-            models['full stack'] = setting.build(full_stack(config), s)
-        cells = [measure(models, peer, setting.random_tokens(ours, batch, context), s)
+        ours = setting.prepared(ours, s)
+        cells = [measure(ours, peer, setting.random_tokens(ours, batch, context), s)
                  for context, batch in shapes]
-        return setting.facts(s, models) | peer.facts() | {
+        return setting.facts(s, {'ours': ours}) | peer.facts() | {
             'steps': s.steps, 'max_logit_difference': gap, 'tolerance': peer.tolerance,
             'cells': cells}
 
@@ -68,22 +62,6 @@ def check_settings(s) -> None:
         raise UserError(f'{name}={getattr(s, name)!r} cannot be compared with against='
                         f'{s.against!r}. It takes at least 2 steps; nothing is compiled. llama.cpp '
                         'runs on the CPU, and others have K, V and weights in the compute dtype')
-    if s.against == 'nanogpt':
-        engines.check_checkout(s.nanogpt)
-
-
-def imported(against: str) -> list:
-    """Import the packages of the program `against`.
-
-    Raises:
-        UserError: if a package is not installed or its library cannot be loaded.
-    """
-    peer = PEERS[against]
-    try:
-        return [importlib.import_module(name) for name in peer.packages]
-    except (ImportError, OSError, RuntimeError) as e:
-        raise UserError(f"against={against!r} needs the packages {' and '.join(peer.packages)}: "
-                        f'{peer.install}') from e
 
 
 def with_biases(config) -> GPT:
@@ -96,15 +74,6 @@ def with_biases(config) -> GPT:
     return model
 
 
-def full_stack(config: GPTConfig) -> GPTConfig:
-    """The full memory stack with as many parameters as `config`, except that the width of its MLPs
-    is rounded to a multiple of 64."""
-    least = dataclasses.replace(config, **FULL_STACK, mlp_hidden=64)
-    missing = parameters(config, plan_kv(config)) - parameters(least, plan_kv(least))
-    more = round(missing / (64 * 2 * config.n_embd * config.n_layer))
-    return dataclasses.replace(least, mlp_hidden=64 * (1 + max(0, more)))
-
-
 @torch.inference_mode()
 def logit_gap(ours: GPT, peer) -> float:
     """The largest difference in float32 logits on a random text."""
@@ -112,18 +81,16 @@ def logit_gap(ours: GPT, peer) -> float:
     return float((peer.logits(idx) - ours(idx, all_logits=True)[0]).abs().max())
 
 
-def measure(models, peer, prompt, s) -> dict:
+def measure(ours, peer, prompt, s) -> dict:
     """One cell, for a prompt (B, T): metrics of each side, ratios of ours to each, and whether the
-    tokens are equal; with a full stack, also its ratios."""
+    tokens are equal."""
     batch, context = prompt.shape
     with contextlib.ExitStack() as stack:
         theirs = peer.sides(prompt, s.steps, stack)
-        sides = {name: engines.Ours(model, prompt, s.steps, s.captured, s.kv_dtype)
-                 for name, model in models.items()} | theirs
+        sides = {'ours': engines.Ours(ours, prompt, s.steps, s.captured, s.kv_dtype)} | theirs
         results = clock.alternate(sides, s.repeats, f'prompts of {context}, batch {batch}')
     ttft = {name: [made.ttft for made in runs] for name, runs in results.items()}
     tpot = {name: [made.tpot for made in runs] for name, runs in results.items()}
-    tokens = {name: runs[-1].tokens for name, runs in results.items()}
     own_float32 = s.weight_dtype == 'auto' and s.kv_dtype in ('auto', 'float32')
     found = {}
     for name, side in sides.items():
@@ -132,15 +99,11 @@ def measure(models, peer, prompt, s) -> dict:
         if hasattr(side, 'kv_bytes'):
             found[name]['kv_bytes'] = side.kv_bytes
         if name in theirs:
+            tokens = results['ours'][-1].tokens, results[name][-1].tokens
             tolerance = peer.tolerance if own_float32 and name in peer.exact else None
-            found[name] |= same_tokens(models['ours'], prompt, tokens['ours'], tokens[name], name,
-                                       tolerance)
-    cell = {'context': context, 'sides': found}
-    for base, key in (('ours', 'ratios'), ('full stack', 'full_stack_ratios')):
-        if base in sides:
-            cell[key] = {'tokens_per_second': clock.ratios(tpot, base),
-                         'ttft': clock.ratios(ttft, base)}
-    return cell
+            found[name] |= same_tokens(ours, prompt, *tokens, name, tolerance)
+    return {'context': context, 'sides': found,
+            'ratios': {'tokens_per_second': clock.ratios(tpot), 'ttft': clock.ratios(ttft)}}
 
 
 @torch.inference_mode()

@@ -23,12 +23,13 @@ GGUF = {'wte': 'token_embd', 'wpe': 'position_embd', 'ln_f': 'output_norm', 'ln_
 
 class LlamaCpp:
     """The weights of `ours` in llama.cpp: as f32, f16 and q8_0."""
-    packages = 'llama_cpp', 'gguf'
     install = 'CMAKE_ARGS=-DGGML_NATIVE=ON pip install llama-cpp-python gguf'
     # its GELU is a float16 table: GPT-2 124M's logits are off by 1e-3
     exact, tolerance = ('llama.cpp f32',), 5e-3
 
-    def __init__(self, lib, gguf, ours, folder, stack):
+    def __init__(self, ours, folder, stack):
+        import gguf
+        import llama_cpp as lib
         self.lib, self.config, self.models = lib, ours.config, {}
         silence(lib)
         lib.llama_backend_init()

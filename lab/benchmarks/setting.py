@@ -168,12 +168,9 @@ def run_facts(s, device: torch.device) -> dict:
 
 def processor() -> str:
     """'Intel(R) Xeon(R) ..., 2 cores, 25 GB': the host's, even if a GPU does the work."""
-    try:
-        text = Path('/proc/cpuinfo').read_text(encoding='utf-8')
-    except OSError:
-        text = ''
-    found = re.search(r'model name\s*:\s*(.*)', text)
-    name = found.group(1) if found else platform.processor() or platform.machine()
+    file = Path('/proc/cpuinfo')
+    found = file.exists() and re.search(r'model name\s*:\s*(.*)', file.read_text())
+    name = found.group(1) if found else platform.processor()
     return f'{name}, {os.cpu_count()} cores, {physical_memory() / 1e9:.0f} GB'
 
 

@@ -64,9 +64,9 @@ def rows_of(cells, sides: str = 'sides') -> list[dict]:
     rows = []
     for cell in cells:
         for name, side in cell[sides].items():
-            ratios = {key: {kind: each[name] for kind, each in cell.get(key, {}).items()
-                            if name in each} for key in ('ratios', 'full_stack_ratios')}
-            rows.append(cell | side | {'side': name} | ratios)
+            ratios = {key: each[name] for key, each in cell.get('ratios', {}).items()
+                      if name in each}
+            rows.append(cell | side | {'side': name, 'ratios': ratios})
     return rows
 
 
@@ -74,7 +74,10 @@ def rows_of(cells, sides: str = 'sides') -> list[dict]:
 
 def decode_tables(document, rows) -> list[Table]:
     if 'bandwidth' not in document:
-        return generation_tables(rows)
+        title = 'generations with the same weights and prompts, median (min-max)'
+        return [make_table(title, rows, PROMPT | {
+            'TTFT, ms': '{ttft_ms[median]:.0f}', 'TPOT, ms': '{tpot_ms:.1f}'}
+            | RATE | FASTER | {'equal rows': EQUAL})]
 
     tables, cell = [], {'context': '{context:,}'} | SIDE
     if document['budget']:
@@ -97,20 +100,6 @@ def decode_tables(document, rows) -> list[Table]:
             'weights read': '{weight_read_bytes_per_step:,.2f/1e6}',
             'GB/s': '{read_bytes_per_second[median]:.1f/1e9}',
             'share, %': '{bandwidth_share:.0f/.01}'})]
-
-
-def generation_tables(rows) -> list[Table]:
-    title = 'generations with the same weights and prompts, median (min-max)'
-    tables = [make_table(title, rows, PROMPT | {
-        'TTFT, ms': '{ttft_ms[median]:.0f}', 'TPOT, ms': '{tpot_ms:.1f}'}
-        | RATE | FASTER | {'equal rows': EQUAL})]
-    others = [row for row in rows if row['full_stack_ratios']]
-    if others:
-        title = 'how many times faster the full stack is, median (min-max)'
-        tables.append(make_table(title, others, PROMPT | {
-            'tokens/s, x': '{full_stack_ratios[tokens_per_second]:.2f}',
-            'TTFT, x': '{full_stack_ratios[ttft]:.2f}'}))
-    return tables
 
 
 def prefill_tables(document, rows) -> list[Table]:

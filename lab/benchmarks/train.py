@@ -16,11 +16,11 @@ from config.errors import UserError, at_least
 from data.tokenfiles import is_prepared
 from lab.benchmarks import clock
 from lab.benchmarks.engines import check_checkout, check_vanilla, nanogpt
-from lab.benchmarks.setting import model_config
+from lab.benchmarks.setting import model_config, run_facts
 from lab.benchmarks.steps import TrainingSteps
 from model import GPT
 from training.batches import TokenBatches
-from training.device import describe_attention, device_name, pick_device, pick_dtype
+from training.device import describe_attention, pick_device, pick_dtype
 from training.flops import achieved
 from training.loss import linear_cross_entropy
 from training.run import prepare
@@ -84,7 +84,7 @@ def compared(ours, theirs, s) -> tuple[list[float], dict]:
     print(f"nanoGPT: {rate:,.0f} tokens/s; ours makes {ratio['median']:.2f} times its tokens/s "
           f"({ratio['min']:.2f}-{ratio['max']:.2f})")
     return [own / IN_TURN for own, _ in turns], {
-        'against': s.against, 'nanogpt_tokens_per_second': rate, 'faster': ratio}
+        'nanogpt_tokens_per_second': rate, 'faster': ratio}
 
 
 def profile(step) -> None:
@@ -113,13 +113,12 @@ def run(s, data_root: Path) -> dict:
             raise UserError(f'against={s.against!r}: nothing is compared under the profiler')
         check_checkout(s.nanogpt)
     step = training_steps(s, data_root)
-    settings = ('mode', 'compile', 'batch_size', 'block_size', 'window_size', 'layer_pattern',
-                'n_kv_head', 'real_data')
-    dtype = pick_dtype(s.dtype, step.device)
-    document = {'device': device_name(step.device), 'threads': torch.get_num_threads(),
-                'torch': torch.__version__, 'dtype': str(dtype).removeprefix('torch.'),
-                'params': step.model.get_num_params(),
-                **{name: getattr(s, name) for name in settings}}
+    settings = ('compile', 'batch_size', 'block_size', 'window_size', 'layer_pattern', 'n_kv_head',
+                'real_data')
+    dtype = str(pick_dtype(s.dtype, step.device)).removeprefix('torch.')
+    document = run_facts(s, step.device) | {
+        'dtype': dtype, 'params': step.model.get_num_params(),
+        **{name: getattr(s, name) for name in settings}}
     if s.profile:
         profile(step)
         return document | {'trace': str(TRACES)}

@@ -37,11 +37,7 @@ def through_vllm(vllm, folder: str, rows: int, max_seq_len: int):
 
 
 def imported():
-    """Import the package vllm.
-
-    Raises:
-        UserError: if it is not installed.
-    """
+    """Import the package vllm. UserError: if it is not installed."""
     # this process has threads, after which a fork may deadlock
     os.environ.setdefault('VLLM_WORKER_MULTIPROC_METHOD', 'spawn')
     os.environ.setdefault('VLLM_LOGGING_LEVEL', 'ERROR')

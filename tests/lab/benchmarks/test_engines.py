@@ -32,9 +32,9 @@ def test_transformers_model_has_our_weights(shape):
 
 @pytest.mark.parametrize('name', HF_CACHES)
 def test_transformers_makes_our_tokens_in_stamps(name, fake_clock):
-    lib = pytest.importorskip('transformers')
+    pytest.importorskip('transformers')
     model = random_model(VANILLA, torch.float32)
-    theirs = HuggingFace(lib, model, None, None)
+    theirs = HuggingFace(model, None, None)
 
     def hook(*_):
         fake_clock.time += 3.0 if not fake_clock.time else 0.5
