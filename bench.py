@@ -53,8 +53,7 @@ def main(argv=None):
     check_seed(s.seed)
     check_against(s)
     check_target(s.save)  # before minutes of measuring
-    # each mode is the module with its name, except that the one with vLLM's is for two modes
-    module = 'vllm' if s.against == 'vllm' else s.mode
+    module = 'vllm' if s.against == 'vllm' else s.mode  # a mode's module has its name
     document = importlib.import_module(f'lab.benchmarks.{module}').run(s, DATA_ROOT)
     if s.mode in TABLES:
         show(document)
