@@ -16,7 +16,7 @@ more.
     # transformers, same vanilla weights
     python bench.py --mode=decode --batch_sizes=1,16 --contexts=960 --against=hf
     python bench.py --mode=decode --contexts=960 --steps=8 --against=nanogpt --nanogpt=FOLDER
-    # llama.cpp with the same vanilla weights, and a full-stack model of that size
+    # llama.cpp, same vanilla weights
     python bench.py --mode=decode --contexts=960 --against=llama.cpp --weight_dtype=int8
     python bench.py $GPT2 --mode=prefill --contexts=1024,8192 --prefill_chunk=1024
     python bench.py $GPT2 --mode=serve --batch_sizes=16 --contexts=64 --requests=64
@@ -25,7 +25,7 @@ more.
     python bench.py $GPT2 --mode=recompute --contexts=1024 --against=vanilla
     python bench.py $GPT2 --mode=lengths --contexts=1024,8192 --against=vanilla
     python bench.py $GPT2 --mode=kernels --batch_sizes=256 --contexts=8192              # on CUDA
-    python bench.py $GPT2 --mode=chat --contexts=1024,8192 --kv_dtype=int8 --requests=1000
+    python bench.py $GPT2 --mode=chat --contexts=1024,8192 --kv_dtype=int8
     python bench.py --help
 
 train: forward, backward and AdamW update of one batch, without dropout. decode: time per output
@@ -42,8 +42,8 @@ import json
 
 import configurator
 from data.datasets import DATA_ROOT
-from lab.benchmarks.report import TABLES, show
 from lab.benchmarks.setting import check_against, check_target
+from lab.benchmarks.table import TABLES, show
 from lab.files import write_json
 from training.device import check_seed
 
@@ -53,8 +53,8 @@ def main(argv=None):
     check_seed(s.seed)
     check_against(s)
     check_target(s.save)  # before minutes of measuring
-    # each mode is the module with its name
-    document = importlib.import_module(f'lab.benchmarks.{s.mode}').run(s, DATA_ROOT)
+    module = 'vllm' if s.against == 'vllm' else s.mode  # a mode's module has its name
+    document = importlib.import_module(f'lab.benchmarks.{module}').run(s, DATA_ROOT)
     if s.mode in TABLES:
         show(document)
     if s.save:

@@ -5,8 +5,6 @@ A step of B sequences must read the K/V of min(n, window) tokens in every layer 
 for each of their layers) and every parameter, except that embeddings that are not also the output
 layer only read the rows looked up. Activations and rotary tables are small and not counted.
 """
-import statistics
-from functools import partial
 
 import torch
 
@@ -18,7 +16,7 @@ from kv.plan import KVPlan
 from lab.benchmarks import clock
 
 BUFFER_BYTES = 512 * 2 ** 20  # far larger than any processor cache
-PASSES = 3                    # per measurement; their median is used
+PASSES = 5                    # per measurement
 
 
 def kv_read_per_step(plan: KVPlan, kv_dtype: str, batch: int, held: int, steps: int) -> float:
@@ -39,56 +37,45 @@ def weight_read_bytes(model, batch: int) -> int:
     return total
 
 
-def most_sequences(plan: KVPlan, budget: int, max_seq_len: int, kv_dtype: str, text: str) -> dict:
+def most_sequences(plan: KVPlan, budget: int, max_seq_len: int, kv_dtype: str) -> dict:
     """The largest batch whose cache for `max_seq_len` tokens takes at most `budget` bytes.
 
-    text: the budget as the user wrote it.
     Raises:
         UserError: if not even one sequence fits.
     """
     one = plan.nbytes(1, max_seq_len, kv_dtype)
     fit = budget // one
     if not fit:
-        raise UserError(f'budget={text!r}: one sequence of {max_seq_len} tokens takes {one:,} '
-                        'bytes of KV; give at least that, or smaller contexts')
+        raise UserError(f'budget={budget:,} bytes: one sequence of {max_seq_len} tokens takes '
+                        f'{one:,} bytes of KV; give at least that, or smaller contexts')
     return {'sequences': fit, 'kv_bytes': fit * one, 'kv_bytes_of_one_more': (fit + 1) * one}
 
 
 class Bandwidth:
     """Callable that measures the bandwidth and returns bytes per second.
 
-    On a CPU, the fastest of several kernels that only read a buffer of random float32: matrix times
-    vector (short rows and long), sum, dot product of the two halves. On CUDA, a device-to-device
-    copy, as is usual there; its bytes are counted once as read and once as written.
+    On a CPU, the faster of two kernels that only read a buffer of random float32: sum, and dot
+    product of the two halves. On CUDA, a device-to-device copy, as is usual there; its bytes are
+    counted once as read and once as written.
     """
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.buffer = torch.rand(BUFFER_BYTES // 4, device=device)
+        buffer = torch.rand(BUFFER_BYTES // 4, device=device)
         if device.type == 'cuda':
-            target = torch.empty_like(self.buffer)
-            self.kernels = {'device-to-device copy': lambda: target.copy_(self.buffer)}
+            target = torch.empty_like(buffer)
+            self.kernels = {'device-to-device copy': lambda: target.copy_(buffer)}
         else:
-            halves = self.buffer.view(2, -1)
-            self.kernels = {'sum': self.buffer.sum, 'dot product': lambda: torch.dot(*halves)}
-            for width in (1024, 4096):
-                product = partial(torch.mv, self.buffer.view(-1, width), torch.rand(width))
-                self.kernels[f'matrix-vector product, rows of {width}'] = product
-        self.found = {name: statistics.median(self._pass(kernel) for _ in range(1 + 2 * PASSES))
-                      for name, kernel in self.kernels.items()}
-        self.kernel = max(self.found, key=self.found.get)
+            halves = buffer.view(2, -1)
+            self.kernels = {'sum': buffer.sum, 'dot product': lambda: torch.dot(*halves)}
+        self.kernel = max([*self.kernels] * 2, key=self.measure)  # the first calls are slower
 
     def __call__(self) -> float:
-        return statistics.median(self._pass(self.kernels[self.kernel]) for _ in range(PASSES))
+        return self.measure(self.kernel)
 
-    def describe(self, rates) -> dict:
-        """Return facts for the JSON document. rates: the run's measurements in bytes per second."""
-        return {'kernel': self.kernel, 'buffer_bytes': self.buffer.nbytes,
-                'bytes_per_second': clock.summary(rates),
-                'kernels_bytes_per_second': self.found}
-
-    def _pass(self, kernel) -> float:
-        moved = self.buffer.nbytes * (2 if self.device.type == 'cuda' else 1)
+    def measure(self, kernel: str) -> float:
         with clock.Stopwatch(self.device) as watch:
-            kernel()
-        return moved / watch.seconds
+            for _ in range(PASSES):
+                self.kernels[kernel]()
+        moved = BUFFER_BYTES * (2 if self.device.type == 'cuda' else 1)
+        return PASSES * moved / watch.seconds

@@ -5,6 +5,7 @@ with all positions and compact: with the anchors that stay under memory pressure
 the first token of the reply to a message of `message` tokens after each of `contexts`, with the
 prefix cache and without. Whole sessions of many users: lab/sessions.
 """
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -55,23 +56,18 @@ def one_dialogue(model, longest, page_size, s) -> list[dict]:
     return rows
 
 
-def first_token(model, past: list[int], s, prefix_budget: int):
-    """Return a function that completes one token after the same past and a new message."""
-    engine = setting.make_engine(model, 1, len(past) + s.message, s, prefix_budget=prefix_budget)
-
-    def complete():
-        message = setting.random_tokens(model, 1, s.message)[0].tolist()
-        return setting.greedy(engine, [past + message], [1])[0]
-    return complete
-
-
 def measure(model, context: int, s) -> dict:
     """Time to the first token, with the prefix cache (filled by the warm-up round) and without."""
     past = setting.random_tokens(model, 1, context)[0].tolist()
-    sides = {'ours': first_token(model, past, s, UNLIMITED),
-             'without a store': first_token(model, past, s, 0)}
-    title = f'time to the first token after {context:,} tokens'
-    done = clock.alternate(sides, s.repeats, title)
+
+    def complete(engine):
+        message = setting.random_tokens(model, 1, s.message)[0].tolist()
+        return setting.greedy(engine, [past + message], [1])[0]
+
+    sides = {name: partial(complete, setting.make_engine(model, 1, context + s.message, s,
+                                                         prefix_budget=budget))
+             for name, budget in (('ours', UNLIMITED), ('without a store', 0))}
+    done = clock.alternate(sides, s.repeats, f'time to the first token after {context:,} tokens')
     times = {name: [completion.ttft_s for completion in each] for name, each in done.items()}
     found = {name: {'batch': 1, 'ttft_ms': clock.summary(1000 * x for x in seconds)}
              for name, seconds in times.items()}

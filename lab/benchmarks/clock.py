@@ -3,7 +3,6 @@ import statistics
 import sys
 import time
 
-import torch
 from rich.console import Console
 from rich.progress import track
 
@@ -13,31 +12,20 @@ now = time.perf_counter  # seconds
 
 
 class Stopwatch:
-    """`with Stopwatch(device) as watch: ...` sets `watch.seconds` to the time that the device spent
-    on the block, measured by CUDA events on a GPU and by the clock elsewhere."""
+    """`with Stopwatch(device) as watch: ...` sets `watch.seconds` to the time until the device has
+    done the work of the block."""
 
     def __init__(self, device):
-        self.device, self.seconds = device, None
+        self.device = device
 
     def __enter__(self):
         synchronize(self.device)
-        self.start = self._stamp()
+        self.start = now()
         return self
 
     def __exit__(self, *_):
-        end = self._stamp()
         synchronize(self.device)
-        if self.device.type == 'cuda':
-            self.seconds = self.start.elapsed_time(end) / 1000
-        else:
-            self.seconds = now() - self.start
-
-    def _stamp(self):
-        if self.device.type != 'cuda':
-            return now()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        self.seconds = now() - self.start
 
 
 def progress(items, title: str):

@@ -24,7 +24,7 @@ class DecodeRound:
     def __init__(self, model, batch: int, held: int, max_seq_len: int, steps: int, kv_dtype: str,
                  compiled: bool = False, captured: bool = True):
         self.model, self.held, self.steps = model, held, steps
-        self.cache = setting.make_cache(model, batch, max_seq_len, kv_dtype)
+        self.cache = model.new_cache(batch, max_seq_len, kv_dtype)
         self.decode = fast_decode(model, self.cache, captured, compiled)
         self.first = setting.random_tokens(model, batch, 1)                   # (B, 1)
 
@@ -44,26 +44,40 @@ def run(s, data_root: Path) -> dict:
     """The document with all cells."""
     if s.against in generation.PEERS:
         return generation.run(s, data_root)
-    further = 0 if s.budget else s.steps
+    if s.budget and 'batch_sizes' in s.given:
+        raise UserError(f'batch_sizes={s.batch_sizes!r} and budget={s.budget!r} both set the '
+                        'number of sequences: leave one out')
+    budget = parse_bytes(s.budget) if s.budget else 0
+    further = 0 if budget else s.steps
     shapes, config = setting.begin(s, data_root, further, steps=1)
-    contexts = list(dict.fromkeys(context for context, _ in shapes))
-    budget = checked_budget(s, contexts)
-    models = compared_models(config, max(contexts) + further, s)
+    shortest, longest = min(shapes)[0], max(shapes)[0]
+    if budget and shortest <= s.steps:
+        raise UserError(f'contexts: {shortest} tokens leave no room for steps={s.steps} and one '
+                        'before them')
+
+    models = compared_models(config, longest + further, s)
     kv_dtypes = {name: 'float32' if 'float32' in name else s.kv_dtype for name in models}
     bandwidth, rates, cells = Bandwidth(models['ours'].device), [], []
-    for context, batch in [(context, 0) for context in contexts] if budget else shapes:
+    for context, batch in shapes:
         cell = {'context': context, 'held': context + further - s.steps,
                 'max_seq_len': context + further}
         batches = dict.fromkeys(models, batch)
         if budget:
             cell['capacity'] = {
                 name: most_sequences(model.plan, budget, context,
-                                     model.resolved_kv_dtype(kv_dtypes[name]), s.budget)
+                                     model.resolved_kv_dtype(kv_dtypes[name]))
                 for name, model in models.items()}
             batches = {name: fit['sequences'] for name, fit in cell['capacity'].items()}
-        cells.append(cell | measure(models, kv_dtypes, cell, batches, s, bandwidth, rates))
+        rounds = {name: DecodeRound(model, batches[name], cell['held'], cell['max_seq_len'],
+                                    s.steps, kv_dtypes[name], setting.compiles(s), s.captured)
+                  for name, model in models.items()}
+        measured, found = measure(rounds, bandwidth, s.repeats, f'context {context}')
+        rates += measured
+        cells.append(cell | found)
+        del rounds  # so that only the caches of one cell are in memory
     return setting.facts(s, models) | {
-        'steps': s.steps, 'budget': budget, 'bandwidth': bandwidth.describe(rates), 'cells': cells}
+        'steps': s.steps, 'budget': budget, 'cells': cells,
+        'bandwidth': {'kernel': bandwidth.kernel, 'bytes_per_second': clock.summary(rates)}}
 
 
 def compared_models(config, longest: int, s) -> dict:
@@ -80,33 +94,14 @@ def compared_models(config, longest: int, s) -> dict:
     return models
 
 
-def checked_budget(s, contexts) -> int:
-    """Return the budget in bytes; 0 = no budget."""
-    if not s.budget:
-        return 0
-    if 'batch_sizes' in s.given:
-        raise UserError(f'batch_sizes={s.batch_sizes!r} and budget={s.budget!r} both set the '
-                        'number of sequences: leave one out')
-    if min(contexts) <= s.steps:
-        raise UserError(f'contexts: {min(contexts)} tokens leave no room for steps={s.steps} and '
-                        'one before them')
-    return parse_bytes(s.budget)
-
-
-def measure(models, kv_dtypes, cell, batches, s, bandwidth, rates) -> dict:
-    """Metrics of each model and the ratios; appends the measured bandwidths to `rates`."""
-    rounds = {name: DecodeRound(model, batches[name], cell['held'], cell['max_seq_len'], s.steps,
-                                kv_dtypes[name], setting.compiles(s), s.captured)
-              for name, model in models.items()}
-    sizes = ' and '.join(map(str, dict.fromkeys(batches.values())))
-    results = clock.alternate({'bandwidth': bandwidth} | rounds, s.repeats,
-                              f"context {cell['context']}, batch {sizes}")
-    measured = results.pop('bandwidth')
-    rates += measured
-    sides = {name: metrics(rounds[name], tpots, measured) for name, tpots in results.items()}
+def measure(rounds, bandwidth, repeats: int, title: str) -> tuple[list[float], dict]:
+    """Bandwidths measured, one per round; metrics of each side and the ratios."""
+    times = clock.alternate({'bandwidth': bandwidth} | rounds, repeats, title)
+    measured = times.pop('bandwidth')
+    sides = {name: metrics(rounds[name], tpots, measured) for name, tpots in times.items()}
     speeds = {name: side['tokens_per_second']['each'] for name, side in sides.items()}
     ratios = {name: clock.paired(speeds['ours'], speeds[name]) for name in sides if name != 'ours'}
-    return {'sides': sides, 'ratios': {'tokens_per_second': ratios}}
+    return measured, {'sides': sides, 'ratios': {'tokens_per_second': ratios}}
 
 
 def metrics(side: DecodeRound, tpots, rates) -> dict:

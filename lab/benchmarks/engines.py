@@ -1,6 +1,7 @@
 """Greedy generation with our model and with other programs that have the same vanilla weights.
 
-A peer is created from (its packages' modules, our model in float32, a folder, an ExitStack) and has
+A peer is created from (our model in float32, a folder, an ExitStack), which raises ImportError if
+the package is not installed, and has
     logits(idx)                 float32 logits of all positions: (B, T) -> (B, T, V)
     sides(prompt, steps, stack) name in the tables -> callable that returns a `Generated`
     facts()                     facts for the document
@@ -8,18 +9,18 @@ A peer is created from (its packages' modules, our model in float32, a folder, a
 import contextlib
 import importlib.util
 import sys
-from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 
 from config.errors import UserError
-from config.gpt_config import NANOGPT_FIELDS
+from config.gpt_config import NANOGPT_FIELDS, GPTConfig
 from engine.steps.decode import fast_decode
 from interop.huggingface import TRANSPOSED
-from kv.plan import plan_kv
 from lab.benchmarks import clock, setting
 from training.device import synchronize
 
@@ -29,17 +30,26 @@ ACTIVATIONS = {'exact': 'gelu', 'tanh': 'gelu_new'}
 HF_CACHES = {'hf dynamic': None, 'hf static': 'static'}
 
 
-@dataclass
-class Generated:
+class Generated(NamedTuple):
     """One round: seconds to the first token and per later token; the new tokens (B, steps)."""
     ttft: float
     tpot: float
     tokens: torch.Tensor
 
-    @classmethod
-    def timed(cls, start, stamps, tokens) -> 'Generated':
-        """stamps: when each token arrived, or only when the first and the last did."""
-        return cls(stamps[0] - start, (stamps[-1] - stamps[0]) / (tokens.size(1) - 1), tokens)
+
+def timed(generate, device=torch.device('cpu')) -> Generated:
+    """Time `generate(stamp)`, which calls `stamp` after each token, or after the first and the last
+    only, and returns the new tokens (B, steps)."""
+    stamps = []
+
+    def stamp(*_):
+        synchronize(device)
+        stamps.append(clock.now())
+
+    stamp()
+    tokens = generate(stamp)
+    start, first, last = stamps[0], stamps[1], stamps[-1]
+    return Generated(first - start, (last - first) / (tokens.size(1) - 1), tokens)
 
 
 class Ours:
@@ -48,36 +58,36 @@ class Ours:
     def __init__(self, model, prompt, steps: int, captured: bool = True, kv_dtype: str = 'auto'):
         self.model, self.prompt, self.steps = model, prompt, steps
         B, T = prompt.shape
-        self.cache = setting.make_cache(model, B, T + steps, kv_dtype)
+        self.cache = model.new_cache(B, T + steps, kv_dtype)
         self.kv_bytes = self.cache.nbytes
         self.decode = fast_decode(model, self.cache, captured)
         if self.decode:
             self.decode.prepare(B)
 
-    @torch.inference_mode()
     def __call__(self) -> Generated:
         self.cache.reset()
-        synchronize(self.model.device)
-        start, stamps, tokens = clock.now(), [], [self.prompt]
-        for j in range(self.steps):
-            decode = self.decode if j else None
-            tokens.append(setting.one_token(self.model, self.cache, decode, tokens[-1]))
-            if j in (0, self.steps - 1):
-                synchronize(self.model.device)
-                stamps.append(clock.now())
-        return Generated.timed(start, stamps, torch.cat(tokens[1:], dim=1))
+        return timed(self.generate, self.model.device)
+
+    @torch.inference_mode()
+    def generate(self, stamp) -> torch.Tensor:
+        tokens = [setting.one_token(self.model, self.cache, None, self.prompt)]
+        stamp()
+        for _ in range(self.steps - 1):
+            tokens.append(setting.one_token(self.model, self.cache, self.decode, tokens[-1]))
+        stamp()
+        return torch.cat(tokens, dim=1)
 
 
 class HuggingFace:
     """transformers' GPT2LMHeadModel, with each of its caches."""
-    packages, install = ('transformers',), 'pip install transformers'
+    install = 'pip install transformers'
     exact, tolerance = tuple(HF_CACHES), 1e-4  # sides whose float32 logits are compared
 
-    def __init__(self, lib, ours, _folder, _stack):
-        self.lib, self.ours, self.model = lib, ours, hugging_face(ours)
+    def __init__(self, ours, _folder, _stack):
+        self.ours, self.model = ours, hugging_face(ours)
 
     def facts(self) -> dict:
-        return {'transformers': self.lib.__version__,
+        return {'transformers': version('transformers'),
                 'activation_function': self.model.config.activation_function}
 
     def logits(self, idx):
@@ -85,27 +95,24 @@ class HuggingFace:
 
     def sides(self, prompt, steps: int, _stack) -> dict:
         self.model.to(self.ours.device, self.ours.dtype)
-        return {name: partial(self.generate, prompt, steps, cache)
+        return {name: partial(timed, partial(self.generate, prompt, steps, cache), prompt.device)
                 for name, cache in HF_CACHES.items()}
 
     @torch.inference_mode()
-    def generate(self, prompt, steps: int, cache: str | None) -> Generated:
+    def generate(self, prompt, steps: int, cache: str | None, stamp) -> torch.Tensor:
         # the model's config has no end-of-text token, so every row gets all its tokens
         options = dict(max_new_tokens=steps, do_sample=False, pad_token_id=0,
                        attention_mask=torch.ones_like(prompt))
         if cache:
             options['cache_implementation'] = cache
-        stamps = []  # for the prompt, then for each token
-        streamer = SimpleNamespace(put=lambda _: stamps.append(clock.now()), end=lambda: None)
-        synchronize(prompt.device)
-        start = clock.now()
-        tokens = self.model.generate(prompt, streamer=streamer, **options)
-        return Generated.timed(start, stamps[1:], tokens[:, prompt.size(1):])
+        # it is given the prompt first, which is of two dimensions
+        put = lambda tokens: stamp() if tokens.dim() == 1 else None
+        streamer = SimpleNamespace(put=put, end=lambda: None)
+        return self.model.generate(prompt, streamer=streamer, **options)[:, prompt.size(1):]
 
 
 class NanoGPT:
     """nanoGPT's `generate`, which recomputes the context for every token; greedy is top_k=1."""
-    packages, install = (), ''
     exact, tolerance = ('nanogpt',), 1e-4
 
     def __init__(self, ours, folder, _stack):
@@ -119,37 +126,25 @@ class NanoGPT:
 
     def sides(self, prompt, steps: int, _stack) -> dict:
         self.model.to(self.ours.device, self.ours.dtype)
-        return {'nanogpt': partial(self.generate, prompt, steps)}
+        return {'nanogpt': partial(timed, partial(self.generate, prompt, steps), prompt.device)}
 
     @torch.inference_mode()
-    def generate(self, prompt, steps: int) -> Generated:
-        stamps = []
-
-        def stamp(*_):
-            synchronize(prompt.device)
-            stamps.append(clock.now())
-        synchronize(prompt.device)
-        start = clock.now()
+    def generate(self, prompt, steps: int, stamp) -> torch.Tensor:
         with self.model.register_forward_hook(stamp):
-            tokens = self.model.generate(prompt, steps, top_k=1)
-        return Generated.timed(start, stamps, tokens[:, prompt.size(1):])
+            return self.model.generate(prompt, steps, top_k=1)[:, prompt.size(1):]
 
 
 def check_vanilla(config, against: str) -> None:
     """Raise UserError if the program given by `against` does not support the model."""
-    plan, wide = plan_kv(config), config.resolved_mlp_hidden != 4 * config.n_embd
-    wrong = {'pos_embedding': config.pos_embedding != 'learned', 'qk_norm': config.qk_norm,
-             'head_dim': config.resolved_head_dim * config.n_head != config.n_embd,
-             'mlp_hidden': against == 'nanogpt' and wide,
-             'gelu': against == 'nanogpt' and config.gelu != 'exact'}
-    if plan != plan.vanilla():
-        memory = ('n_kv_head', 'layer_pattern', 'window_size', 'kv_share', 'share_global_kv')
-        wrong |= {name: getattr(config, name) for name in memory}
-    if any(wrong.values()):
-        named = ', '.join(f'{name}={getattr(config, name)!r}' for name in wrong if wrong[name])
+    shared = {*NANOGPT_FIELDS}
+    if against != 'nanogpt':
+        shared |= {'gelu', 'mlp_hidden'}
+    wrong = [f'{name}={value!r}' for name, value in vars(config).items()
+             if name not in shared and value != getattr(GPTConfig, name)]
+    if wrong:
         raise UserError(f'against={against!r} runs both with the same weights, so the model must '
-                        f"be vanilla GPT-2, without {named}; against='vanilla' measures the gain "
-                        'of the memory settings')
+                        f"be vanilla GPT-2, without {', '.join(wrong)}; against='vanilla' measures "
+                        'the gain of the memory settings')
 
 
 def hugging_face(ours):

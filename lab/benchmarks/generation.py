@@ -1,22 +1,15 @@
 """--mode=decode against another program: complete generations from a prompt, same vanilla weights.
 
 The float32 logits must agree before anything is timed, and the tokens of float32 formats after it
-if our model computes in float32 too; for other formats, equal rows are only counted. llama.cpp is
-also compared with 'full stack': our model with the same number of parameters, the full memory stack
-and random weights.
+if our model computes in float32 too; for other formats, equal rows are only counted.
 """
 import contextlib
-import dataclasses
-import importlib
 import tempfile
 from pathlib import Path
 
 import torch
 
 from config.errors import UserError
-from config.gpt_config import GPTConfig
-from kv.capacity import parameters
-from kv.plan import plan_kv
 from lab.benchmarks import clock, engines, setting
 from lab.benchmarks.llama import LlamaCpp
 from model import GPT
@@ -25,8 +18,6 @@ from training.device import pick_device
 PEERS = {'hf': engines.HuggingFace, 'nanogpt': engines.NanoGPT, 'llama.cpp': LlamaCpp}
 TOLERANCE = 1e-4  # for float32 logits: a larger difference is not due to rounding
 CHECKED = 64      # length of the sequence whose logits are compared
-FULL_STACK = dict(n_kv_head=1, layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True,
-                  window_size=256, pos_embedding='rope', qk_norm=True, bias=False)
 
 
 def run(s, data_root: Path) -> dict:
@@ -38,21 +29,24 @@ def run(s, data_root: Path) -> dict:
     if s.against == 'llama.cpp':
         config.gelu = 'tanh'  # OpenAI's GPT-2's
     engines.check_vanilla(config, s.against)
-    modules = imported(s.against)
     with contextlib.ExitStack() as stack:
-        folder = s.nanogpt or stack.enter_context(tempfile.TemporaryDirectory())
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        if s.against == 'nanogpt':
+            folder = s.nanogpt
         ours = with_biases(config)
-        peer = PEERS[s.against](*modules, ours, folder, stack)
+        try:
+            peer = PEERS[s.against](ours, folder, stack)
+        except ImportError as e:
+            raise UserError(f'against={s.against!r} needs the package {e.name}: '
+                            f'{PEERS[s.against].install}') from e
         gap = logit_gap(ours, peer)
         if not gap <= peer.tolerance:
             raise UserError(f'against={s.against!r}: the same weights give logits that differ by '
                             f'{gap:.1e} (up to {peer.tolerance:.0e} would be rounding)')
-        models = {'ours': setting.prepared(ours, s)}
-        if s.against == 'llama.cpp':
-            models['full stack'] = setting.build(full_stack(config), s)
-        cells = [measure(models, peer, setting.random_tokens(ours, batch, context), s)
+        ours = setting.prepared(ours, s)
+        cells = [measure(ours, peer, setting.random_tokens(ours, batch, context), s)
                  for context, batch in shapes]
-        return setting.facts(s, models) | peer.facts() | {
+        return setting.facts(s, {'ours': ours}) | peer.facts() | {
             'steps': s.steps, 'max_logit_difference': gap, 'tolerance': peer.tolerance,
             'cells': cells}
 
@@ -60,36 +54,14 @@ def run(s, data_root: Path) -> dict:
 def check_settings(s) -> None:
     """Raise UserError if the two cannot be compared with these settings."""
     cpu = s.against == 'llama.cpp'
-    for name, refused, why in (
-            ('steps', s.steps < 2, "needs 2 or more, the first token is the prompt's"),
-            ('budget', s.budget, 'it has no effect'),
-            ('compile', setting.compiles(s), 'nothing is compiled'),
-            ('kv_dtype', not cpu and s.kv_dtype != 'auto',
-             "both store K and V in the compute dtype, 'auto'"),
-            ('weight_dtype', not cpu and s.weight_dtype != 'auto',
-             "both have plain weights, 'auto'"),
-            ('gelu', cpu and 'gelu' in s.given and s.gelu != 'tanh',
-             "it is 'tanh', OpenAI's GPT-2's"),
-            ('device', cpu and pick_device(s.device).type != 'cpu',
-             'both run on the CPU: give --device=cpu')):
-        if refused:
-            raise UserError(f'{name}={getattr(s, name)!r}: against={s.against!r} {why}')
-    if s.against == 'nanogpt':
-        engines.check_checkout(s.nanogpt)
-
-
-def imported(against: str) -> list:
-    """Import the packages of the program `against`.
-
-    Raises:
-        UserError: if a package is not installed or its library cannot be loaded.
-    """
-    peer = PEERS[against]
-    try:
-        return [importlib.import_module(name) for name in peer.packages]
-    except (ImportError, OSError, RuntimeError) as e:
-        raise UserError(f"against={against!r} needs the packages {' and '.join(peer.packages)}: "
-                        f'{peer.install}') from e
+    wrong = {'steps': s.steps < 2, 'budget': s.budget, 'compile': setting.compiles(s),
+             'kv_dtype': not cpu and s.kv_dtype != 'auto',
+             'weight_dtype': not cpu and s.weight_dtype != 'auto',
+             'device': cpu and pick_device(s.device).type != 'cpu'}
+    for name in filter(wrong.get, wrong):
+        raise UserError(f'{name}={getattr(s, name)!r} cannot be compared with against='
+                        f'{s.against!r}. It takes at least 2 steps; nothing is compiled. llama.cpp '
+                        'runs on the CPU, and others have K, V and weights in the compute dtype')
 
 
 def with_biases(config) -> GPT:
@@ -102,15 +74,6 @@ def with_biases(config) -> GPT:
     return model
 
 
-def full_stack(config: GPTConfig) -> GPTConfig:
-    """The full memory stack with as many parameters as `config`, except that the width of its MLPs
-    is rounded to a multiple of 64."""
-    least = dataclasses.replace(config, **FULL_STACK, mlp_hidden=64)
-    missing = parameters(config, plan_kv(config)) - parameters(least, plan_kv(least))
-    more = round(missing / (64 * 2 * config.n_embd * config.n_layer))
-    return dataclasses.replace(least, mlp_hidden=64 * (1 + max(0, more)))
-
-
 @torch.inference_mode()
 def logit_gap(ours: GPT, peer) -> float:
     """The largest difference in float32 logits on a random text."""
@@ -118,34 +81,29 @@ def logit_gap(ours: GPT, peer) -> float:
     return float((peer.logits(idx) - ours(idx, all_logits=True)[0]).abs().max())
 
 
-def measure(models, peer, prompt, s) -> dict:
+def measure(ours, peer, prompt, s) -> dict:
     """One cell, for a prompt (B, T): metrics of each side, ratios of ours to each, and whether the
-    tokens are equal; with a full stack, also its ratios."""
+    tokens are equal."""
     batch, context = prompt.shape
     with contextlib.ExitStack() as stack:
         theirs = peer.sides(prompt, s.steps, stack)
-        sides = {name: engines.Ours(model, prompt, s.steps, s.captured, s.kv_dtype)
-                 for name, model in models.items()} | theirs
+        sides = {'ours': engines.Ours(ours, prompt, s.steps, s.captured, s.kv_dtype)} | theirs
         results = clock.alternate(sides, s.repeats, f'prompts of {context}, batch {batch}')
     ttft = {name: [made.ttft for made in runs] for name, runs in results.items()}
     tpot = {name: [made.tpot for made in runs] for name, runs in results.items()}
-    found = {name: {'batch': batch, 'ttft_ms': clock.summary(1000 * x for x in ttft[name]),
-                    **clock.metrics(tpot[name], 'tpot_ms', batch)} for name in sides}
+    own_float32 = s.weight_dtype == 'auto' and s.kv_dtype in ('auto', 'float32')
+    found = {}
     for name, side in sides.items():
+        found[name] = {'batch': batch, 'ttft_ms': clock.summary(1000 * x for x in ttft[name]),
+                       **clock.metrics(tpot[name], 'tpot_ms', batch)}
         if hasattr(side, 'kv_bytes'):
             found[name]['kv_bytes'] = side.kv_bytes
-    own_float32 = s.weight_dtype == 'auto' and s.kv_dtype in ('auto', 'float32')
-    for name in theirs:
-        tokens = results['ours'][-1].tokens, results[name][-1].tokens
-        tolerance = peer.tolerance if own_float32 and name in peer.exact else None
-        found[name] |= same_tokens(models['ours'], prompt, *tokens, name, tolerance)
-    cell = {'context': context, 'sides': found,
-            'fastest': min(theirs, key=lambda name: found[name]['tpot_ms']['median'])}
-    for base, key in (('ours', 'ratios'), ('full stack', 'full_stack_ratios')):
-        if base in sides:
-            cell[key] = {'tokens_per_second': clock.ratios(tpot, base),
-                         'ttft': clock.ratios(ttft, base)}
-    return cell
+        if name in theirs:
+            tokens = results['ours'][-1].tokens, results[name][-1].tokens
+            tolerance = peer.tolerance if own_float32 and name in peer.exact else None
+            found[name] |= same_tokens(ours, prompt, *tokens, name, tolerance)
+    return {'context': context, 'sides': found,
+            'ratios': {'tokens_per_second': clock.ratios(tpot), 'ttft': clock.ratios(ttft)}}
 
 
 @torch.inference_mode()

@@ -1,9 +1,8 @@
-"""--mode=kernels: decode attention, training attention and the K/V write, each by itself, on CUDA.
+"""--mode=kernels: decode attention and the K/V write, each by itself, on CUDA.
 
 They are timed with Triton's benchmark and a cold L2 cache; calls of microseconds are timed in CUDA
-graphs. The speeds are compared with a device-to-device copy and a large matmul in the same run.
-Decode attention is first compared with float64. batch_sizes, contexts: rows and keys of decode
-attention; contexts are also the sequence lengths in training.
+graphs. The speeds are compared with a device-to-device copy in the same run. Decode attention is
+first compared with float64. batch_sizes, contexts: rows and keys of decode attention.
 """
 import itertools
 from functools import partial
@@ -14,10 +13,6 @@ import torch.nn.functional as F
 
 from attention.backends import triton_usable
 from attention.cached import dequantized
-from attention.causal import causal_attention
-from attention.kernels.choose import why_unavailable
-from attention.kernels.flash import load_flash_attn
-from attention.kernels.flex import flex_local_attention
 from attention.rope import RotaryTable, norm_and_rotate
 from config.errors import UserError
 from engine.steps.static import put
@@ -25,10 +20,8 @@ from kv.slots import KVStore
 from lab.benchmarks import clock, setting
 from training.device import pick_device, pick_dtype
 
-PRODUCT = 8192         # rows and columns of the product
 PAGE = 64              # keys
 CHECKED_ROWS = 2       # of a batch, compared with float64
-MOST_BYTES = 8 * 2 ** 30
 CALLS = 20             # minimum per graph: the events around it take 2 to 4 microseconds
 ROTATED_BYTES = 2 ** 27  # all copies together: over twice the L2 cache of an H100 (50 MB)
 REPLAYED_MS = 300      # long enough for several measurements even if 20 calls take 50 ms
@@ -37,14 +30,14 @@ TUNINGS = [dict(block_n=n, num_warps=w, num_stages=k)
 TUNINGS += [dict(n_splits=n, num_warps=w) for n in (2, 4, 8) for w in (1, 2, 4)]
 
 
-def milliseconds(call, device, grad_to_none=None, rep=100) -> dict:
+def milliseconds(call, device, rep=100) -> dict:
     """Median, min and max over the calls of about `rep` milliseconds."""
     if device.type != 'cuda':  # interpreted kernels, only to try out the mode
         start = clock.now()
         call()
         return clock.summary([1000 * (clock.now() - start)])
     from triton.testing import do_bench
-    each = do_bench(call, rep=rep, grad_to_none=grad_to_none, return_mode='all')
+    each = do_bench(call, rep=rep, return_mode='all')
     return {name: value for name, value in clock.summary(each).items() if name != 'each'}
 
 
@@ -91,26 +84,21 @@ def run(s, data_root: Path) -> dict:
     import triton
     document = setting.run_facts(s, device) | {
         'triton': triton.__version__, 'dtype': str(dtype).removeprefix('torch.'), 'models': {},
-        'heads': [s.n_head, n_kv_head, head_dim], 'window_size': s.window_size,
-        'rates': rates(device, dtype)}
+        'heads': [s.n_head, n_kv_head, head_dim],
+        'rates': {'copy_bytes_per_second': copy_rate(device)}}
     shape = s.n_head, n_kv_head, head_dim, dtype, device
     document['decode'] = [decode_cell(shape, batch, context, s.tune, document['rates'])
                           for context in contexts for batch in batches]
-    document['training'] = [training_cell(shape, context, s.window_size) for context in contexts]
     document['write'] = [write_cell(shape, batch) for batch in batches]
     return document
 
 
-def rates(device, dtype) -> dict:
-    """Bytes per second (read and written) of a copy, FLOP/s of a product in `dtype`."""
-    n, side = (2 ** 28, PRODUCT) if device.type == 'cuda' else (2 ** 16, 64)
-    source = torch.randn(n, device=device)
+def copy_rate(device) -> float:
+    """Bytes per second, read and written, of a device-to-device copy."""
+    source = torch.randn(2 ** 28 if device.type == 'cuda' else 2 ** 16, device=device)
     target = torch.empty_like(source)
-    a, b = torch.randn(2, side, side, device=device, dtype=dtype)
     copy = milliseconds(lambda: target.copy_(source), device)
-    product = milliseconds(lambda: a @ b, device)
-    return {'copy_bytes_per_second': 2 * source.nbytes / copy['median'] * 1000,
-            'product_flops': 2 * side ** 3 / product['median'] * 1000}
+    return 2 * source.nbytes / copy['median'] * 1000
 
 
 # -- decode: one token per row over stored keys ----------------------------------------------------
@@ -119,48 +107,40 @@ def decode_cell(shape, batch: int, context: int, tune: bool, device_rates) -> di
     """Each way to attend over `context` keys of `batch` rows: time, bytes per second, error."""
     from attention.kernels.decode import Tuning, stored_attention
     H, n_kv_head, D, dtype, device = shape
-    if batch * n_kv_head * context * D * dtype.itemsize * 2 > MOST_BYTES:
-        failed = {'(all)': {'failed': f'K and V of over {MOST_BYTES:,} bytes'}}
-        return {'context': context, 'batch': batch, 'sides': failed}
     q = torch.randn(batch, 1, H, D, device=device, dtype=dtype).transpose(1, 2)
     stores = {name: random_stores(batch, n_kv_head, context, D, kind, dtype, device)
               for name, kind in (('int8', torch.int8), ('plain', dtype))}
-
     lengths = torch.full((batch,), context, device=device)
+    # with one K/V head, consecutive keys of a row are pages without being moved
+    table = torch.arange(batch * context // PAGE, device=device, dtype=torch.int32)
 
-    def kernel(**how):
-        return lambda store: stored_attention(q, *store.tensors, tuning=Tuning(**how))
-
-    pages = torch.arange(batch * context // PAGE, device=device, dtype=torch.int32)
-
-    def in_pages(**how):
-        """With one K/V head, consecutive keys of a row are pages without being moved."""
+    def kernel(pages=False, **how):
+        if not pages:
+            return lambda store: stored_attention(q, *store.tensors, tuning=Tuning(**how))
         return lambda store: stored_attention(
             q, *(x.view(-1, 1, PAGE, *x.shape[3:]) for x in store.tensors), kv_lens=lengths,
-            table=pages.view(batch, -1), tuning=Tuning(**how))
+            table=table.view(batch, -1), tuning=Tuning(**how))
 
     def whole_heads(attend, q=q):
         return lambda store: attend(q, *store.tensors[:2], enable_gqa=q.size(1) != n_kv_head)
 
-    folded = whole_heads(F.scaled_dot_product_attention, q.reshape(batch, n_kv_head, -1, D))
+    folded = q.reshape(batch, n_kv_head, -1, D)
     sides = {'kernel, int8': (kernel(), 'int8'),
              'kernel': (kernel(), 'plain'),
              'SDPA': (whole_heads(F.scaled_dot_product_attention), 'plain'),
-             'SDPA, heads folded': (folded, 'plain')}
+             'SDPA, heads folded': (whole_heads(F.scaled_dot_product_attention, folded), 'plain')}
     if device.type == 'cuda':
         from torch.nn.attention.flex_attention import flex_attention
         sides['FlexAttention'] = whole_heads(torch.compile(flex_attention, dynamic=False)), 'plain'
-    if tune:
-        for kind, how in itertools.product(stores, TUNINGS):
-            name = f'{kind}, ' + ' '.join(f'{key}={value}' for key, value in how.items())
-            sides[name] = kernel(**how), kind
-        if n_kv_head == 1 and context % PAGE == 0:
-            for kind, how in itertools.product(stores, [{}, *TUNINGS]):
-                name = f'{kind}, pages ' + ' '.join(f'{key}={value}' for key, value in how.items())
-                sides[name.rstrip()] = in_pages(**how), kind
-    found = {name: attempt(attend, device, q, stores[kind], device_rates)
-             for name, (attend, kind) in sides.items()}
-    return {'context': context, 'batch': batch, 'sides': found}
+    layouts = [(False, how) for how in TUNINGS]
+    if n_kv_head == 1 and context % PAGE == 0:
+        layouts += [(True, how) for how in ({}, *TUNINGS)]
+    for kind, (pages, how) in itertools.product(stores, layouts if tune else ()):
+        words = ['pages'] * pages + [f'{key}={value}' for key, value in how.items()]
+        sides[f"{kind}, {' '.join(words)}"] = kernel(pages, **how), kind
+    return {'context': context, 'batch': batch, 'sides': {
+        name: attempt(attend, device, q, stores[kind], device_rates)
+        for name, (attend, kind) in sides.items()}}
 
 
 def fill_random(store: KVStore) -> None:
@@ -188,16 +168,10 @@ def attempt(attend, device, q, stores, device_rates) -> dict:
             error = decode_error(attend(store), q, store)
             ms = milliseconds_a_call([partial(attend, each) for each in stores], device)
     except Exception as e:  # a layout that does not fit must not end the run
-        return failure(e)
+        return {'failed': f'{type(e).__name__}: {str(e)[:200]}'.partition('\n')[0]}
     rate = store.nbytes / ms['median'] * 1000
     return {'ms': ms, 'bytes': store.nbytes, 'bytes_per_second': rate,
             'share': rate / device_rates['copy_bytes_per_second'], 'error': error}
-
-
-def failure(e: Exception) -> dict:
-    """The first line of an error, in place of a side's metrics."""
-    first_line = (str(e).splitlines() or [''])[0]
-    return {'failed': f'{type(e).__name__}: {first_line[:200]}'}
 
 
 def decode_error(y, q, store) -> float:
@@ -209,41 +183,6 @@ def decode_error(y, q, store) -> float:
     exact = (rows @ k.transpose(2, 3) * q.size(-1) ** -0.5).softmax(-1) @ v
     exact = exact.reshape(q[:n].shape)
     return ((y[:n].reshape_as(exact).double() - exact).abs().max() / exact.abs().max()).item()
-
-
-# -- training: full sequences, forward and backward ------------------------------------------------
-
-def training_cell(shape, T: int, window: int) -> dict:
-    """Local attention by each backend, and full causal attention, forward and backward, batch 1."""
-    H, n_kv_head, D, dtype, device = shape
-    leaves = [torch.randn(1, h, T, D, device=device, dtype=dtype, requires_grad=True)
-              for h in (H, n_kv_head, n_kv_head)]
-    upstream, sides = torch.randn(1, H, T, D, device=device, dtype=dtype), {}
-    for name in ('sdpa', 'flex', 'flash_attn', 'varlen'):
-        for w in dict.fromkeys((0, window if window < T else 0)):
-            if why_unavailable(name, device, dtype, D, 0.0):
-                continue
-            side = f'{name}, W={w}' if w else f'{name}, full'
-            sides[side] = training_times(name, leaves, w, upstream)
-    if device.type == 'cuda' and 0 < window < T:  # fails without flash-attn-4
-        sides[f'flex with its FLASH backend, W={window}'] = training_times(
-            'flex', leaves, window, upstream, {'BACKEND': 'FLASH'})
-    return {'context': T, 'sides': sides}
-
-
-def training_times(backend, leaves, window, upstream, kernel_options=None) -> dict:
-    attend = partial(causal_attention, *leaves, window, backend=backend)
-    if kernel_options:
-        attend = partial(flex_local_attention, *leaves, window, kernel_options=kernel_options)
-    try:
-        if backend == 'flash_attn':
-            load_flash_attn()
-        device = upstream.device
-        return {'forward_ms': milliseconds(torch.no_grad()(attend), device),
-                'ms': milliseconds(lambda: attend().backward(upstream), device,
-                                   grad_to_none=leaves)}
-    except Exception as e:
-        return failure(e)
 
 
 # -- the write: QK-norm, RoPE, int8 and the store --------------------------------------------------

@@ -19,18 +19,16 @@ def run(s, data_root: Path) -> dict:
     for model in models.values():
         set_recompute(model, s.recompute)
         model.loss_fn = linear_cross_entropy if s.chunked_loss else None
-    cells = [measure(models, batch, context, s) for context, batch in shapes]
+    cells = []
+    for context, batch in shapes:
+        steps = {name: TrainingSteps(model, batch, context, pick_dtype(s.dtype, model.device))
+                 for name, model in models.items()}
+        times = clock.alternate(steps, s.repeats, f'sequences of {context}, batch {batch}')
+        sides = {name: {'batch': batch, **clock.metrics(seconds, 'step_ms', batch * context),
+                        'model_tflops_per_second': clock.summary(
+                            achieved(models[name], batch, x, context) for x in seconds)}
+                 for name, seconds in times.items()}
+        cells.append({'context': context, 'sides': sides,
+                      'ratios': {'tokens_per_second': clock.ratios(times)}})
+        del steps  # and the states of their optimizers
     return document | {'recompute': s.recompute, 'chunked_loss': s.chunked_loss, 'cells': cells}
-
-
-def measure(models, batch, context, s) -> dict:
-    """One cell: times of each model, and the ratios."""
-    steps = {name: TrainingSteps(model, batch, context, pick_dtype(s.dtype, model.device))
-             for name, model in models.items()}
-    times = clock.alternate(steps, s.repeats, f'sequences of {context}, batch {batch}')
-    sides = {name: {'batch': batch, **clock.metrics(seconds, 'step_ms', batch * context),
-                    'model_tflops_per_second': clock.summary(
-                        achieved(models[name], batch, x, context) for x in seconds)}
-             for name, seconds in times.items()}
-    return {'context': context, 'sides': sides,
-            'ratios': {'tokens_per_second': clock.ratios(times)}}

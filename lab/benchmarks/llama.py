@@ -11,8 +11,7 @@ import torch
 from config.errors import UserError
 from data.tokenizer import BPETokenizer
 from interop.tokenizer_files import byte_pairs
-from lab.benchmarks import clock
-from lab.benchmarks.engines import Generated
+from lab.benchmarks.engines import Generated, timed
 
 PIECE = 512   # prompt tokens that llama.cpp gets per call
 CELLS = 256   # the size of its contexts is a multiple of this
@@ -24,12 +23,13 @@ GGUF = {'wte': 'token_embd', 'wpe': 'position_embd', 'ln_f': 'output_norm', 'ln_
 
 class LlamaCpp:
     """The weights of `ours` in llama.cpp: as f32, f16 and q8_0."""
-    packages = 'llama_cpp', 'gguf'
     install = 'CMAKE_ARGS=-DGGML_NATIVE=ON pip install llama-cpp-python gguf'
     # its GELU is a float16 table: GPT-2 124M's logits are off by 1e-3
     exact, tolerance = ('llama.cpp f32',), 5e-3
 
-    def __init__(self, lib, gguf, ours, folder, stack):
+    def __init__(self, ours, folder, stack):
+        import gguf
+        import llama_cpp as lib
         self.lib, self.config, self.models = lib, ours.config, {}
         silence(lib)
         lib.llama_backend_init()
@@ -115,13 +115,15 @@ class LlamaRound:
 
     def __call__(self) -> Generated:
         self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), False)
-        start = clock.now()
+        return timed(self.generate)
+
+    def generate(self, stamp) -> torch.Tensor:
         tokens = [self.prefill()]
-        first = clock.now()
-        for j in range(self.steps - 1):
-            position = self.prompt.shape[1] + j
+        stamp()
+        for position in range(self.prompt.shape[1], self.prompt.shape[1] + self.steps - 1):
             tokens.append(self.append(tokens[-1][:, None], 0, position, (0,)).argmax(1))
-        return Generated.timed(start, (first, clock.now()), torch.from_numpy(np.stack(tokens, 1)))
+        stamp()
+        return torch.from_numpy(np.stack(tokens, 1))
 
 
 @functools.cache  # the callback must live as long as the library

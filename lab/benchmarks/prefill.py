@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from kv.plan import KVPlan
-from lab.benchmarks import clock, setting, vllm
+from lab.benchmarks import clock, setting
 
 
 class Untrimmed(KVPlan):
@@ -18,7 +18,7 @@ class PrefillRound:
 
     def __init__(self, model, batch: int, context: int, chunk: int, kv_dtype: str):
         self.model, self.chunk = model, chunk or context
-        self.cache = setting.make_cache(model, batch, context, kv_dtype)
+        self.cache = model.new_cache(batch, context, kv_dtype)
         self.prompts = setting.random_tokens(model, batch, context)                   # (B, T)
 
     @torch.inference_mode()
@@ -33,8 +33,6 @@ class PrefillRound:
 
 def run(s, data_root: Path) -> dict:
     """The document with all cells."""
-    if s.against == 'vllm':
-        return vllm.run(s, data_root)
     shapes, config = setting.begin(s, data_root, prefill_chunk=0)
     models = {'ours': setting.build(config, s)}
     if s.against == 'vanilla':
@@ -42,15 +40,14 @@ def run(s, data_root: Path) -> dict:
     elif s.against == 'untrimmed':
         models['untrimmed'] = copy.copy(models['ours'])
         models['untrimmed'].plan = Untrimmed(**vars(models['ours'].plan))
-    cells = [measure(models, batch, context, s) for context, batch in shapes]
+    cells = []
+    for context, batch in shapes:
+        rounds = {name: PrefillRound(model, batch, context, s.prefill_chunk, s.kv_dtype)
+                  for name, model in models.items()}
+        times = clock.alternate(rounds, s.repeats, f'prompts of {context}, batch {batch}')
+        sides = {name: {'batch': batch, **clock.metrics(seconds, 'ttft_ms', batch * context),
+                        'kv_bytes': rounds[name].cache.nbytes} for name, seconds in times.items()}
+        cells.append({'context': context, 'sides': sides,
+                      'ratios': {'ttft': clock.ratios(times)}})
+        del rounds  # so that only the caches of one cell are in memory
     return setting.facts(s, models) | {'prefill_chunk': s.prefill_chunk, 'cells': cells}
-
-
-def measure(models, batch, context, s) -> dict:
-    """One cell: times and bytes of each model, and the ratios."""
-    rounds = {name: PrefillRound(model, batch, context, s.prefill_chunk, s.kv_dtype)
-              for name, model in models.items()}
-    times = clock.alternate(rounds, s.repeats, f'prompts of {context}, batch {batch}')
-    sides = {name: {'batch': batch, **clock.metrics(seconds, 'ttft_ms', batch * context),
-                    'kv_bytes': rounds[name].cache.nbytes} for name, seconds in times.items()}
-    return {'context': context, 'sides': sides, 'ratios': {'ttft': clock.ratios(times)}}

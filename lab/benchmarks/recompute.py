@@ -4,6 +4,7 @@ All policies are interleaved on one model and batch, with the chunked loss; 'who
 'none' with the usual loss. Activations are the tensors that the forward pass keeps for the backward
 pass, except for logits and loss.
 """
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,40 +20,6 @@ from training.recompute import Recompute, set_recompute
 WHOLE = 'whole logits'
 
 
-class Policy:
-    """Training steps with one policy. Callable that runs a step and returns its seconds."""
-
-    def __init__(self, steps: TrainingSteps, name: str):
-        self.steps, self.name = steps, name
-
-    def choose(self) -> TrainingSteps:
-        set_recompute(self.steps.model, 'none' if self.name == WHOLE else self.name)
-        self.steps.model.loss_fn = None if self.name == WHOLE else linear_cross_entropy
-        return self.steps
-
-    def __call__(self) -> float:
-        return self.choose()()
-
-    def memory(self) -> dict:
-        """Bytes, as measured by `training.memory_use`; allocated_peak: a step's peak in bytes
-        according to the CUDA allocator, None on other devices."""
-        steps, peak = self.choose(), None
-        memory = measure_memory(steps.model, steps.batch, autocast=steps.autocast,
-                                optimizer=steps.optimizer).as_dict()
-        if steps.model.device.type == 'cuda':
-            torch.cuda.reset_peak_memory_stats(steps.model.device)
-            steps()
-            peak = torch.cuda.max_memory_allocated(steps.model.device)
-        return memory | {'allocated_peak': peak}
-
-    def gradients(self) -> list[torch.Tensor]:
-        steps = self.choose()
-        steps.backward()
-        gradients = [p.grad for p in steps.model.parameters()]
-        steps.optimizer.zero_grad(set_to_none=True)
-        return gradients
-
-
 def run(s, data_root: Path) -> dict:
     """The document with all cells."""
     names = [name.strip() for name in s.policies.split(',')]
@@ -62,34 +29,62 @@ def run(s, data_root: Path) -> dict:
     for name in names:
         Recompute.parse(name, s.n_layer)
     shapes, models, document = training_models(s, data_root)
-    cells = [measure(name, model, [*names, WHOLE], batch, context, s)
-             for context, batch in shapes for name, model in models.items()]
+    cells = []
+    for context, batch in shapes:
+        for name, model in models.items():
+            steps = TrainingSteps(model, batch, context, pick_dtype(s.dtype, model.device))
+            title = f'{name}: sequences of {context}, batch {batch}'
+            found = measure(steps, [*names, WHOLE], s.repeats, title)
+            cells.append({'model': name, 'context': context} | found)
+            del steps  # and the state of its optimizer
     return document | {'cells': cells}
 
 
-def measure(model_name, model, names, batch, context, s) -> dict:
-    """One cell: each policy's metrics for a model, batch and context, and ratios to 'none'."""
-    steps = TrainingSteps(model, batch, context, pick_dtype(s.dtype, model.device))
-    policies = {name: Policy(steps, name) for name in names}
-    expected = policies['none'].gradients()
-    errors = {name: relative_error(p.gradients(), expected) for name, p in policies.items()}
+def choose(steps: TrainingSteps, policy: str) -> None:
+    set_recompute(steps.model, 'none' if policy == WHOLE else policy)
+    steps.model.loss_fn = None if policy == WHOLE else linear_cross_entropy
+
+
+def timed(steps: TrainingSteps, policy: str) -> float:
+    choose(steps, policy)
+    return steps()
+
+
+def gradients(steps: TrainingSteps, policy: str) -> torch.Tensor:
+    """All gradients as one vector."""
+    choose(steps, policy)
+    steps.backward()
+    found = torch.cat([p.grad.flatten() for p in steps.model.parameters()])
+    steps.optimizer.zero_grad(set_to_none=True)
+    return found
+
+
+def memory_of(steps: TrainingSteps, policy: str) -> dict:
+    """Bytes, as measured by `training.memory_use`; allocated_peak: a step's peak in bytes
+    according to the CUDA allocator, None on other devices."""
+    choose(steps, policy)
+    memory = measure_memory(steps.model, steps.batch, autocast=steps.autocast,
+                            optimizer=steps.optimizer).as_dict()
+    if steps.device.type != 'cuda':
+        return memory | {'allocated_peak': None}
+    torch.cuda.reset_peak_memory_stats(steps.device)
+    steps()
+    return memory | {'allocated_peak': torch.cuda.max_memory_allocated(steps.device)}
+
+
+def measure(steps: TrainingSteps, names, repeats: int, title: str) -> dict:
+    """Each policy's metrics for a model, batch and context, and ratios to 'none'."""
+    expected = gradients(steps, 'none')
+    errors = {name: ((gradients(steps, name) - expected).norm() / expected.norm()).item()
+              for name in names}
     del expected
-    title = f'{model_name}: sequences of {context}, batch {batch}'
-    times = clock.alternate(policies, s.repeats, title)
-    memory = {name: policy.memory() for name, policy in policies.items()}
-    sides = {}
-    for name, seconds in times.items():
-        kept = memory[name]['activations'] / memory['none']['activations']
-        sides[name] = {'batch': batch, **clock.metrics(seconds, 'step_ms', batch * context),
-                       'memory': memory[name], 'gradient_difference': errors[name],
-                       'activations_saved': 1 - kept}
-    return {'model': model_name, 'context': context, 'sides': sides,
-            'ratios': {'step_time': clock.ratios(times, 'none')},
+    times = clock.alternate({name: partial(timed, steps, name) for name in names}, repeats, title)
+    memory = {name: memory_of(steps, name) for name in names}
+    batch, context = steps.batch[0].shape
+    sides = {name: {'batch': batch, **clock.metrics(seconds, 'step_ms', batch * context),
+                    'memory': memory[name], 'gradient_difference': errors[name],
+                    'activations_saved':
+                        1 - memory[name]['activations'] / memory['none']['activations']}
+             for name, seconds in times.items()}
+    return {'sides': sides, 'ratios': {'step_time': clock.ratios(times, 'none')},
             'loss_saved': 1 - memory['none']['loss_peak'] / memory[WHOLE]['loss_peak']}
-
-
-def relative_error(gradients, expected) -> float:
-    """|gradients - expected| / |expected|, all gradients as one vector, in float64."""
-    pairs = zip(gradients, expected, strict=True)
-    error = sum((a.double() - b.double()).square().sum() for a, b in pairs)
-    return (error / sum(b.double().square().sum() for b in expected)).sqrt().item()

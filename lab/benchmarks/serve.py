@@ -1,9 +1,9 @@
 """--mode=serve: requests of different lengths, continuous batching against static.
 
-All are submitted at the start: prompts of `contexts` random tokens, greedy, with log-uniform
-numbers of new tokens. static: batches in `generate.Generation`, each until its longest request is
-done; static engine: ours, but it admits requests only when all rows are free. All must produce the
-same texts.
+All are submitted at the start: prompts of `contexts` random tokens, new ones in every round,
+greedy, with log-uniform numbers of new tokens. static: batches in `generate.Generation`, each until
+its longest request is done; static engine: ours, but it admits requests only when all rows are
+free. All must produce the same texts.
 """
 import math
 import statistics
@@ -14,11 +14,10 @@ import numpy as np
 import torch
 
 from config.errors import UserError, at_least
-from engine.steps.captured import MIN_CAPTURED
-from engine.steps.decode import fast_decode
 from engine.requests.scheduler import Scheduler
+from engine.steps.decode import fast_decode
 from generate import Generation, Sampler
-from lab.benchmarks import clock, setting, vllm
+from lab.benchmarks import clock, setting
 from lab.benchmarks.generation import same_tokens
 from training.device import synchronize
 
@@ -41,101 +40,104 @@ class Served:
     kv_held: int
 
 
-class EngineRound:
-    """Callable that serves all requests with one engine, which is reused."""
+def through_engine(model, rows: int, max_seq_len: int, s, **options):
+    """Return a function of prompts and lengths that serves them with one engine."""
+    engine = setting.make_engine(model, rows, max_seq_len, s, **options)
 
-    def __init__(self, model, prompts, lengths, rows, s, scheduler=Scheduler):
-        self.prompts, self.lengths = prompts, lengths
-        self.engine = setting.make_engine(model, rows, max(map(len, prompts)) + max(lengths), s,
-                                          scheduler=scheduler)
-        self.kv_bytes = self.engine.cache.nbytes
-
-    def __call__(self) -> Served:
+    def serve(prompts, lengths) -> Served:
         start = clock.now()
-        done = setting.greedy(self.engine, self.prompts, self.lengths)
+        done = setting.greedy(engine, prompts, lengths)
         return Served(clock.now() - start, [c.ttft_s for c in done], [c.tokens for c in done],
-                      self.engine.held_peak)
+                      engine.held_peak)
+    return serve
 
 
-class StaticRound:
-    """Callable that serves all requests in order, in batches of `rows`."""
+def in_static_batches(model, rows: int, max_seq_len: int, s):
+    """Return a function of prompts and lengths that serves them in order, `rows` at a time."""
+    cache = model.new_cache(rows, max_seq_len, s.kv_dtype)
+    decode = fast_decode(model, cache, s.captured)
 
-    def __init__(self, model, prompts, lengths, rows, s):
-        self.model, self.prompts, self.lengths = model, prompts, lengths
-        self.rows = min(rows, len(prompts))
-        self.cache = model.new_cache(self.rows, max(map(len, prompts)) + max(lengths), s.kv_dtype)
-        self.kv_bytes = self.cache.nbytes
-        captured = s.captured and max(lengths) >= MIN_CAPTURED
-        self.decode = fast_decode(model, self.cache, captured)
+    def batch(prompts, lengths, start, served):
+        cache.reset()
+        whole = len(prompts) == rows
+        generation = Generation(model, prompts, max(lengths), Sampler(0), cache if whole else None,
+                                decode=decode if whole else None)
+        made = []
+        for j, new in enumerate(generation):
+            made.append(new.flatten().tolist())  # every step, as a server streams tokens
+            if j == 0:
+                served.firsts += [clock.now() - start] * len(prompts)
+        served.tokens += [[step[b] for step in made[:n]] for b, n in enumerate(lengths)]
 
-    def __call__(self) -> Served:
-        start, firsts, tokens = clock.now(), [], []
-        for k in range(0, len(self.prompts), self.rows):
-            prompts, lengths = self.prompts[k:k + self.rows], self.lengths[k:k + self.rows]
-            self.cache.reset()
-            whole = len(prompts) == self.rows
-            cache, decode = (self.cache, self.decode) if whole else (None, None)
-            generation = Generation(self.model, prompts, max(lengths), Sampler(0), cache,
-                                    decode=decode)
-            made = []
-            for j, new in enumerate(generation):
-                made.append(new.flatten().tolist())  # every step, as a server streams tokens
-                if j == 0:
-                    firsts += [clock.now() - start] * len(prompts)
-            tokens += [[step[b] for step in made[:n]] for b, n in enumerate(lengths)]
-        synchronize(self.model.device)
-        return Served(clock.now() - start, firsts, tokens, self.kv_bytes)
+    def serve(prompts, lengths) -> Served:
+        start, served = clock.now(), Served(0, [], [], cache.nbytes)
+        for k in range(0, len(prompts), rows):
+            batch(prompts[k:k + rows], lengths[k:k + rows], start, served)
+        synchronize(model.device)
+        served.seconds = clock.now() - start
+        return served
+    return serve
 
 
 def run(s, data_root: Path) -> dict:
     """The document with all cells."""
-    at_least(s, requests=1)
-    low, high = output_range(s.output_lengths)
-    lengths = log_uniform(low, high, s.requests, s.seed)
-    if s.against == 'vllm':
-        return vllm.run(s, data_root, lengths)
-    shapes, config = setting.begin(s, data_root, high, prefill_chunk=0)
+    lengths = output_lengths(s)
+    shapes, config = setting.begin(s, data_root, max(lengths), prefill_chunk=0)
     model = setting.build(config, s)
-    cells = [measure(model, lengths, rows, context, s) for context, rows in shapes]
+    cells = []
+    for context, rows in shapes:
+        asked = model, min(rows, len(lengths)), context + max(lengths), s
+        sides = {'ours': through_engine(*asked), 'static': in_static_batches(*asked),
+                 'static engine': through_engine(*asked, scheduler=StaticScheduler)}
+        prompts = rounds_of_prompts(model, len(lengths), context, s.repeats)
+        results = alternate(sides, prompts, lengths, s.repeats)
+        cell = measure(results, sum(lengths))
+        for name, side in cell['sides'].items():
+            side |= {'batch': rows, 'kv_held_bytes': max(one.kv_held for one in results[name]),
+                     'ttft_ms': clock.summary(1000 * statistics.median(one.firsts)
+                                              for one in results[name])}
+            if name != 'ours':
+                tokens = results['ours'][-1].tokens, results[name][-1].tokens
+                side |= same_texts(model, prompts[-1], *tokens, name)
+        cells.append(cell | {'context': context})
     return setting.facts(s, {'ours': model}) | {
         'requests': s.requests, 'output_lengths': lengths, 'cells': cells}
 
 
-def output_range(text: str) -> tuple[int, int]:
-    """Parse '16,256' as (16, 256), and a single number as both."""
-    found = setting.numbers('output_lengths', text)
-    if len(found) > 2 or found[-1] < found[0]:
-        raise UserError(f'output_lengths={text!r}: give the shortest and the longest length, as '
-                        "'16,256'")
-    return found[0], found[-1]
-
-
-def log_uniform(low: int, high: int, n: int, seed: int) -> list[int]:
-    """Return n integers whose logarithms are uniform between those of low and high."""
-    u = np.random.default_rng(seed % 2 ** 64).uniform(math.log(low), math.log(high + 1), n)
+def output_lengths(s) -> list[int]:
+    """The number of new tokens of each request: their logarithms are uniform between those of the
+    lowest and highest of `output_lengths` ('16,256', or one number for both)."""
+    at_least(s, requests=1)
+    found = setting.numbers('output_lengths', s.output_lengths)
+    low, high = found[0], found[-1]
+    if len(found) > 2 or high < low:
+        raise UserError(f'output_lengths={s.output_lengths!r}: give the shortest and the longest '
+                        "length, as '16,256'")
+    u = np.random.default_rng(s.seed % 2 ** 64).uniform(math.log(low), math.log(high + 1),
+                                                        s.requests)
     return [min(int(math.exp(x)), high) for x in u]
 
 
-def measure(model, lengths, rows: int, context: int, s) -> dict:
-    """One cell: metrics of each side, ratios of ours to each, and whether the texts are equal."""
-    prompts = setting.random_tokens(model, len(lengths), context).tolist()
-    sides = {'ours': EngineRound(model, prompts, lengths, rows, s),
-             'static': StaticRound(model, prompts, lengths, rows, s),
-             'static engine': EngineRound(model, prompts, lengths, rows, s, StaticScheduler)}
-    results = clock.alternate(sides, s.repeats,
-                              f'{len(lengths)} requests, {rows} rows, prompts of {context}')
+def rounds_of_prompts(model, n: int, context: int, repeats: int) -> list[list[list[int]]]:
+    """`n` random prompts for the warm-up round and for each timed one."""
+    return [setting.random_tokens(model, n, context).tolist() for _ in range(repeats + 1)]
+
+
+def alternate(sides: dict, rounds, lengths, repeats: int) -> dict[str, list[Served]]:
+    """Serve each of `rounds` (its prompts) with every side, and return the timed rounds."""
+    def next_round(side):
+        waiting = iter(rounds)
+        return lambda: side(next(waiting), lengths)
+    title = f'{len(lengths)} requests, prompts of {len(rounds[0][0])}'
+    return clock.alternate({name: next_round(side) for name, side in sides.items()}, repeats, title)
+
+
+def measure(results: dict[str, list[Served]], tokens: int) -> dict:
+    """Seconds and tokens per second of each side for `tokens` tokens a round, and the ratios."""
     seconds = {name: [served.seconds for served in runs] for name, runs in results.items()}
-    found = {}
-    for name, runs in results.items():
-        found[name] = {
-            'batch': rows, 'seconds': clock.summary(seconds[name]),
-            'tokens_per_second': clock.summary(sum(lengths) / x for x in seconds[name]),
-            'ttft_ms': clock.summary(1000 * statistics.median(one.firsts) for one in runs),
-            'kv_bytes': sides[name].kv_bytes, 'kv_held_bytes': max(one.kv_held for one in runs)}
-        if name != 'ours':
-            tokens = results['ours'][-1].tokens, runs[-1].tokens
-            found[name] |= same_texts(model, prompts, *tokens, name)
-    return {'context': context, 'sides': found,
+    return {'sides': {name: {'seconds': clock.summary(each),
+                             'tokens_per_second': clock.summary(tokens / x for x in each)}
+                      for name, each in seconds.items()},
             'ratios': {'tokens_per_second': clock.ratios(seconds)}}
 
 

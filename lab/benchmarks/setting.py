@@ -120,22 +120,6 @@ def prepared(model: GPT, s, parameters: torch.dtype | None = None) -> GPT:
     return model
 
 
-def make_cache(model, batch: int, max_seq_len: int, kv_dtype: str):
-    """Like `model.new_cache`, but raises UserError if the cache does not fit in memory. One larger
-    than the machine's memory is not tried, as the system may kill the program only later."""
-    planned = model.plan.nbytes(batch, max_seq_len, model.resolved_kv_dtype(kv_dtype))
-    memory = physical_memory()
-    too_large = f'a cache of {batch} x {max_seq_len} tokens takes {planned / 1e9:.1f} GB'
-    if model.device.type == 'cpu' and memory and planned > memory:
-        raise UserError(f'{too_large}, this machine has {memory / 1e9:.1f} GB of memory: ask for '
-                        'fewer or shorter sequences')
-    try:
-        return model.new_cache(batch, max_seq_len, kv_dtype)
-    except (MemoryError, torch.OutOfMemoryError) as e:
-        raise UserError(f'{too_large}, which cannot be allocated: ask for fewer or shorter '
-                        'sequences') from e
-
-
 def make_engine(model, rows: int, max_seq_len: int, s, **options) -> Engine:
     chunk = {'prefill_chunk': s.prefill_chunk} if s.prefill_chunk else {}
     return Engine(model, rows, max_seq_len, s.kv_dtype, captured=s.captured, **chunk, **options)
@@ -184,12 +168,9 @@ def run_facts(s, device: torch.device) -> dict:
 
 def processor() -> str:
     """'Intel(R) Xeon(R) ..., 2 cores, 25 GB': the host's, even if a GPU does the work."""
-    try:
-        text = Path('/proc/cpuinfo').read_text(encoding='utf-8')
-    except OSError:
-        text = ''
-    found = re.search(r'model name\s*:\s*(.*)', text)
-    name = found.group(1) if found else platform.processor() or platform.machine()
+    file = Path('/proc/cpuinfo')
+    found = file.exists() and re.search(r'model name\s*:\s*(.*)', file.read_text())
+    name = found.group(1) if found else platform.processor()
     return f'{name}, {os.cpu_count()} cores, {physical_memory() / 1e9:.0f} GB'
 
 

@@ -6,39 +6,27 @@ with 20 of nanoGPT's own model, and the loss is not in chunks. MFU is as in nano
 attends to every key, relative to an A100's 312 TFLOP/s); the line below it counts only the visible
 keys (`training/flops.py`).
 """
+import statistics
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, schedule, tensorboard_trace_handler
 
 from config.errors import UserError, at_least
-from data.datasets import available_datasets, ensure_dataset
 from data.tokenfiles import is_prepared
 from lab.benchmarks import clock
 from lab.benchmarks.engines import check_checkout, check_vanilla, nanogpt
-from lab.benchmarks.setting import model_config
+from lab.benchmarks.setting import model_config, run_facts
 from lab.benchmarks.steps import TrainingSteps
 from model import GPT
 from training.batches import TokenBatches
-from training.device import describe_attention, device_name, pick_device, pick_dtype
+from training.device import describe_attention, pick_device, pick_dtype
 from training.flops import achieved
 from training.loss import linear_cross_entropy
 from training.run import prepare
 
 BURN_IN, TIMED, IN_TURN = 10, 20, 4
 TRACES = Path('bench_log')  # in the working directory
-
-
-def prepared(dataset: str, data_root: Path) -> Path:
-    """Return the folder of a prepared data set. A benchmark does not start a download."""
-    folder = data_root / dataset
-    if is_prepared(folder):
-        return ensure_dataset(dataset, data_root)  # here it only checks the name
-    remedy = f'prepare it with python data/{dataset}/prepare.py'
-    if dataset not in available_datasets(data_root):
-        remedy = f"choose one of {', '.join(available_datasets(data_root)) or 'none'}"
-    raise UserError(f'dataset={dataset!r} is not prepared: {remedy}, or time random tokens with '
-                    '--real_data=False')
 
 
 def training_steps(s, data_root: Path, theirs: bool = False) -> TrainingSteps:
@@ -52,7 +40,10 @@ def training_steps(s, data_root: Path, theirs: bool = False) -> TrainingSteps:
     torch.set_float32_matmul_precision('high')  # tf32 on CUDA, as in nanoGPT
     next_batch = None
     if s.real_data:
-        folder = prepared(s.dataset, data_root)
+        folder = data_root / s.dataset
+        if not is_prepared(folder):  # a benchmark does not start a download
+            raise UserError(f'dataset={s.dataset!r} is not prepared: run python data/{s.dataset}/'
+                            'prepare.py, or time random tokens with --real_data=False')
         next_batch = TokenBatches(folder, s.block_size, s.batch_size, device).next
     model = GPT(model_config(s, data_root))
     if theirs:
@@ -83,27 +74,22 @@ def run_steps(step, n: int) -> list[float]:
 
 
 def compared(ours, theirs, s) -> tuple[list[float], dict]:
-    """Seconds of TIMED steps of ours, alternating with nanoGPT's every IN_TURN steps; our tokens
-    per second divided by nanoGPT's, summarized over the turns."""
+    """Mean seconds of our steps in each turn, alternating with nanoGPT's every IN_TURN steps; our
+    tokens per second divided by nanoGPT's, summarized over the turns."""
     run_steps(theirs, BURN_IN)
-    turns = [(run_steps(ours, IN_TURN), run_steps(theirs, IN_TURN))
+    turns = [(sum(run_steps(ours, IN_TURN)), sum(run_steps(theirs, IN_TURN)))
              for _ in range(TIMED // IN_TURN)]
-    ratio = clock.summary(sum(other) / sum(own) for own, other in turns)
-    mean = sum(sum(other) for _, other in turns) / TIMED
-    rate = s.batch_size * s.block_size / mean
-    print(f'nanoGPT: {1000 * mean:.4f}ms, {rate:,.0f} tokens/s; ours makes '
-          f"{ratio['median']:.2f} times its tokens/s ({ratio['min']:.2f}-{ratio['max']:.2f})")
-    return [x for own, _ in turns for x in own], {
-        'against': s.against, 'nanogpt_tokens_per_second': rate, 'faster': ratio}
+    ratio = clock.summary(other / own for own, other in turns)
+    rate = TIMED * s.batch_size * s.block_size / sum(other for _, other in turns)
+    print(f"nanoGPT: {rate:,.0f} tokens/s; ours makes {ratio['median']:.2f} times its tokens/s "
+          f"({ratio['min']:.2f}-{ratio['max']:.2f})")
+    return [own / IN_TURN for own, _ in turns], {
+        'nanogpt_tokens_per_second': rate, 'faster': ratio}
 
 
 def profile(step) -> None:
     """Profile with nanoGPT's schedule: 5 steps without profiler, 5 to warm it up, 5 recorded.
     Prints a table and writes a trace."""
-    try:
-        TRACES.mkdir(exist_ok=True)
-    except OSError as e:
-        raise UserError(f'{TRACES}/ cannot be made for the trace: {e.strerror}') from e
     cuda = step.device.type == 'cuda'
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
     steps = schedule(wait=5, warmup=5, active=5, repeat=1)
@@ -127,13 +113,12 @@ def run(s, data_root: Path) -> dict:
             raise UserError(f'against={s.against!r}: nothing is compared under the profiler')
         check_checkout(s.nanogpt)
     step = training_steps(s, data_root)
-    settings = ('mode', 'compile', 'batch_size', 'block_size', 'window_size', 'layer_pattern',
-                'n_kv_head', 'real_data')
-    dtype = pick_dtype(s.dtype, step.device)
-    document = {'device': device_name(step.device), 'threads': torch.get_num_threads(),
-                'torch': torch.__version__, 'dtype': str(dtype).removeprefix('torch.'),
-                'params': step.model.get_num_params(),
-                **{name: getattr(s, name) for name in settings}}
+    settings = ('compile', 'batch_size', 'block_size', 'window_size', 'layer_pattern', 'n_kv_head',
+                'real_data')
+    dtype = str(pick_dtype(s.dtype, step.device)).removeprefix('torch.')
+    document = run_facts(s, step.device) | {
+        'dtype': dtype, 'params': step.model.get_num_params(),
+        **{name: getattr(s, name) for name in settings}}
     if s.profile:
         profile(step)
         return document | {'trace': str(TRACES)}
@@ -145,7 +130,7 @@ def run(s, data_root: Path) -> dict:
     else:
         seconds = run_steps(step, TIMED)
 
-    mean = sum(seconds) / TIMED
+    mean = statistics.fmean(seconds)
     mfu = step.model.estimate_mfu(s.batch_size, mean)
     tflops = achieved(step.model, s.batch_size, mean)
     rate = s.batch_size * s.block_size / mean
@@ -155,6 +140,6 @@ def run(s, data_root: Path) -> dict:
     ms = clock.summary(1000 * x for x in seconds)
     return document | {
         'first_loss': step.losses[0], 'last_loss': step.losses[-1], 'mean_ms': 1000 * mean,
-        'median_ms': ms['median'], 'min_ms': ms['min'], 'max_ms': ms['max'],
+        'median_ms': ms['median'],
         'tokens_per_second': rate, 'mfu': mfu, 'model_tflops_per_second': tflops,
         'step_ms': ms['each']}

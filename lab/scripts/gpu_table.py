@@ -10,8 +10,7 @@ from xml.etree import ElementTree
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from lab.benchmarks.report import TABLES
-from lab.benchmarks.table import section
+from lab.benchmarks.table import TABLES, section
 from lab.tables import Table
 
 RESULTS = {'failure': 'failed', 'error': 'failed', 'skipped': 'skipped'}  # elements of junit XML

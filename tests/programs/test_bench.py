@@ -67,7 +67,7 @@ def test_json_is_the_last_line(capsys, dtype):
     assert f['torch'] == torch.__version__ and 'cpu' in f['device'] and f['real_data'] is True
     ms = f['step_ms']
     assert len(ms) == 20 and f['mean_ms'] == pytest.approx(sum(ms) / 20)
-    assert f['min_ms'] == min(ms) <= f['median_ms'] <= max(ms) == f['max_ms']
+    assert min(ms) <= f['median_ms'] <= max(ms)
     assert f"time per iteration: {f['mean_ms']:.4f}ms" in lines[-2]
     assert f['tokens_per_second'] == pytest.approx(3 * 16 / f['mean_ms'] * 1000)
     config = GPTConfig(vocab_size=len(ALPHABET), bias=False, n_head=2, n_embd=16, block_size=16,
@@ -94,8 +94,7 @@ def test_a_profile_is_a_table_and_a_trace(capsys, tmp_path):
     (dict(mode='dance'), ["mode='dance'", "'train'"]), (dict(batch_size=0), ['batch_size=0']),
     (dict(device='abacus'), ["device='abacus'", "'cpu'"]), (dict(seed=2 ** 64), ['seed=']),
     (dict(block_size=3000), ['2000 tokens', 'block_size=3000']),
-    (dict(dataset='nowhere'), ["'nowhere'", 'choose one of tiny', '--real_data=False']),
-    (dict(dataset='../data/tiny'), ['--real_data=False']),
+    (dict(dataset='nowhere'), ["'nowhere'", 'data/nowhere/prepare.py', '--real_data=False']),
     (dict(max_iters=3), ["'max_iters'"]),
 ], ids=str)
 def test_bad_settings(settings, named):
@@ -113,9 +112,3 @@ def test_a_data_set_is_not_prepared_by_a_benchmark(tmp_path, monkeypatch):
     message = r"'tiny'.*python data/tiny/prepare.py.*--real_data=False"
     with pytest.raises(UserError, match=message):
         bench.main(flags(TINY))
-
-
-def test_a_trace_that_cannot_be_written(tmp_path):
-    (tmp_path / 'bench_log').write_text('a file')
-    with pytest.raises(UserError, match='bench_log/.*exists'):
-        bench.main(flags(TINY | dict(profile=True)))

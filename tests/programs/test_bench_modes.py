@@ -1,5 +1,5 @@
-"""bench.py --mode=decode, prefill and chat on tiny shapes: consistent figures, tables, saved files,
-and refused settings."""
+"""The modes of bench.py on tiny shapes: consistent figures, tables, saved files, and refused
+settings."""
 import json
 import shlex
 
@@ -10,9 +10,10 @@ import bench
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from kv.plan import plan_kv
-from lab.benchmarks import bandwidth, engines, report, table
+from lab.benchmarks import bandwidth, engines, table
 from tests.programs.support import ALPHABET, flags
 from tests.programs.test_bench import MEMORY, MEMORY_OF_FULL_STACK
+from training import loss
 
 SHAPE = dict(n_layer=2, n_head=2, n_embd=16, block_size=32)
 VANILLA = dict(SHAPE, dataset='tiny', device='cpu', contexts=12, steps=3)
@@ -132,15 +133,12 @@ def test_against_transformers(capsys):
     cell, = found['cells']
     sides = cell['sides']
     assert list(sides) == ['ours', 'hf dynamic', 'hf static']
-    assert cell['fastest'] == min(('hf dynamic', 'hf static'),
-                                  key=lambda name: sides[name]['tpot_ms']['median'])
     assert found['max_logit_difference'] < 1e-4 and found['activation_function'] == 'gelu_new'
     for name in ('hf dynamic', 'hf static'):
         assert (sides[name]['rows_equal'], sides[name]['rows']) == (2, 2)
         for ratio, field in (('tokens_per_second', 'tpot_ms'), ('ttft', 'ttft_ms')):
             assert cell['ratios'][ratio][name]['each'] == ratios(
                 sides[name][field]['each'], sides['ours'][field]['each'])
-    assert sum('*' in line for line in lines) == 2  # the title and the faster cache
 
 
 def test_nothing_is_timed_where_the_logits_differ(monkeypatch):
@@ -186,13 +184,55 @@ def test_saved_files_become_the_page(capsys, tmp_path):
     assert page == table.page(documents) and page.startswith('# ') and 'W=4' in page
     for name, document in documents.items():
         assert f'## {name}\n\n`{document["command"]}`' in page
-        for grid in report.TABLES[document['mode']](document):
+        for grid in table.tables(document):
             for row in grid.rows:
                 assert len(row) == len(grid.columns) and '| ' + ' | '.join(row) + ' |' in page
     budget = documents['budget']
     bench.main(shlex.split(budget['command'])[2:] + ['--json=True'])  # the command reproduces it
     again = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (again['command'], again['models']) == (budget['command'], budget['models'])
+
+
+def test_policies_side_by_side(capsys, monkeypatch):
+    monkeypatch.setitem(loss.CHUNK_BYTES, 'cpu', 4 * 40 * 5)  # 5 tokens of the tiny alphabet
+    found, lines = run_bench(capsys, SMALL, mode='recompute', against='vanilla', contexts=24,
+                             batch_sizes=2, policies='none,selective,block,every:2')
+    assert [(c['model'], c['context']) for c in found['cells']] == [('ours', 24), ('vanilla', 24)]
+    for cell in found['cells']:
+        sides = cell['sides']
+        assert list(sides) == ['none', 'selective', 'block', 'every:2', 'whole logits']
+        held = {name: side['memory']['activations'] for name, side in sides.items()}
+        assert held['none'] > held['selective'] > held['block'] > held['every:2']
+        # the last norm's output, which lm_head keeps
+        assert held['whole logits'] - held['none'] == 4 * 2 * 24 * 16
+        for name, side in sides.items():
+            assert side['activations_saved'] == pytest.approx(1 - held[name] / held['none'])
+            assert side['gradient_difference'] < 1e-6 and len(side['step_ms']['each']) == 5
+            if name != 'none':
+                assert cell['ratios']['step_time'][name]['each'] == ratios(
+                    side['step_ms']['each'], sides['none']['step_ms']['each'])
+        assert sides['none']['gradient_difference'] == 0 and 0 < cell['loss_saved'] < 1
+        peaks = [sides[name]['memory']['loss_peak'] for name in ('none', 'whole logits')]
+        assert cell['loss_saved'] == pytest.approx(1 - peaks[0] / peaks[1])
+    assert sum(line.split()[:1] == ['vanilla'] for line in lines) == 2 * 5
+
+
+def test_lengths_against_vanilla(capsys, tmp_path):
+    found, lines = run_bench(capsys, SMALL, mode='lengths', against='vanilla', contexts='8,40',
+                             batch_sizes='1,3', recompute='block', save=tmp_path / 'lengths.json')
+    assert found['recompute'] == 'block' and found['models']['vanilla']['block_size'] == 40
+    cells = [(cell['context'], cell['sides']['ours']['batch']) for cell in found['cells']]
+    assert cells == [(8, 1), (8, 3), (40, 1), (40, 3)]
+    for cell in found['cells']:
+        ours, vanilla = cell['sides']['ours'], cell['sides']['vanilla']
+        for side in (ours, vanilla):
+            tokens = side['batch'] * cell['context']
+            each = side['tokens_per_second']['each']
+            assert each == ratios([1000 * tokens] * 5, side['step_ms']['each'])
+        ratio = cell['ratios']['tokens_per_second']['vanilla']['each']
+        assert ratio == ratios(vanilla['step_ms']['each'], ours['step_ms']['each'])
+    page = table.page({'lengths': table.read(tmp_path / 'lengths.json')})
+    assert '## lengths' in page and page.count('| vanilla |') == 4
 
 
 DECODE, PREFILL = dict(VANILLA, mode='decode'), dict(VANILLA, mode='prefill')
@@ -206,12 +246,11 @@ CHAT = dict(SMALL, mode='chat')
      ["against='vanilla'", "mode='train' is compared with 'nanogpt'"]),
     (dict(PREFILL, budget='1GB'), ["budget='1GB'", "mode='decode'"]),
     (dict(DECODE, batch_sizes='0'), ["batch_sizes='0'", 'at least 1']),
-    (dict(DECODE, batch_sizes='1,x'), ["batch_sizes='1,x'", "'1,4,16'"]),
     (dict(DECODE, batch_sizes='4,4'), ["batch_sizes='4,4'", 'only once']),
     (dict(DECODE, contexts='8,30'), ['30 and 3 steps', 'block_size=32', 'at most 29']),
     (dict(PREFILL, contexts='8,33'), ['contexts: 33 is', 'block_size=32', 'at most 32']),
     (dict(DECODE, repeats=4), ['repeats=4', 'at least 5']),
-    (dict(DECODE, budget='100'), ["budget='100'", '12 tokens']),
+    (dict(DECODE, budget='100'), ['budget=100', '12 tokens']),
     (dict(DECODE, budget='1GB', batch_sizes='4'), ["batch_sizes='4'", "budget='1GB'"]),
     (dict(DECODE, budget='1GB', steps=12), ['12 tokens', 'steps=12']),
     (dict(DECODE, kv_dtype='int8', against='hf'), ["kv_dtype='int8'", "against='hf'"]),
@@ -221,8 +260,13 @@ CHAT = dict(SMALL, mode='chat')
     (dict(DECODE, nanogpt='x'), ["nanogpt='x'", "against='nanogpt'"]),
     (dict(DECODE, save='nowhere/a.json'), ["save='nowhere/a.json'"]),
     (dict(DECODE, save='.'), ["save='.'", 'folder']),
-    (dict(CHAT, budget='1GB'), ["budget='1GB'"]), (dict(CHAT, contexts='100'), ["contexts='100'"]),
+    (dict(CHAT, contexts='100'), ["contexts='100'"]),
     (dict(CHAT, page_sizes='x'), ["page_sizes='x'"]),
+    (dict(VANILLA, mode='recompute', policies='block,none'), ['policies', "'none'"]),
+    (dict(VANILLA, mode='recompute', policies='none,block,block'), ['policies', 'once']),
+    (dict(VANILLA, mode='recompute', policies='none,blocks'), ["'blocks'", "'every:K'"]),
+    (dict(VANILLA, mode='lengths', recompute='every:3'), ["'every:3'", 'n_layer=2']),
+    (dict(VANILLA, mode='lengths', compile=True), ['compile=True']),
 ], ids=str)
 def test_bad_settings(settings, named):
     with pytest.raises(UserError) as caught:

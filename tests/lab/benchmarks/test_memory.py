@@ -9,7 +9,6 @@ from config.errors import UserError
 from config.gpt_config import GPTConfig
 from engine.weights.quantize import weight_bytes
 from kv.plan import plan_kv
-from lab.benchmarks import setting
 from lab.benchmarks.bandwidth import kv_read_per_step, most_sequences, weight_read_bytes
 from tests.helpers.models import FULL_STACK, VOCAB, random_model
 
@@ -77,15 +76,8 @@ ONE = MODEL.plan.nbytes(1, 40, 'int8')
 
 @pytest.mark.parametrize('budget, fit', [(ONE, 1), (2 * ONE - 1, 1), (2 * ONE, 2)])
 def test_the_largest_batch_that_fits(budget, fit):
-    found = most_sequences(MODEL.plan, budget, 40, 'int8', 'text')
+    found = most_sequences(MODEL.plan, budget, 40, 'int8')
     assert found == {'sequences': fit, 'kv_bytes': fit * ONE,
                      'kv_bytes_of_one_more': (fit + 1) * ONE}
-    with pytest.raises(UserError, match=rf"budget='1B'.* 40 tokens takes {ONE:,} bytes"):
-        most_sequences(MODEL.plan, ONE - 1, 40, 'int8', '1B')
-
-
-def test_a_cache_larger_than_the_machine_is_refused_before_it_is_made(monkeypatch):
-    monkeypatch.setattr(setting, 'physical_memory', lambda: ONE)
-    with pytest.raises(UserError, match='2 x 40 tokens.*this machine has'):
-        setting.make_cache(MODEL, 2, 40, 'int8')
-    assert setting.make_cache(MODEL, 1, 40, 'int8').nbytes == ONE
+    with pytest.raises(UserError, match=rf"budget=.* 40 tokens takes {ONE:,} bytes"):
+        most_sequences(MODEL.plan, ONE - 1, 40, 'int8')
