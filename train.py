@@ -80,7 +80,6 @@ def train(run, log, stop):
             if losses is None:  # interrupted by a signal
                 break
             keep_best(run, log, losses['val'])
-            log.doing('training')
             pace.restart()
         due = s.checkpoint_interval and run.iter_num % s.checkpoint_interval == 0
         if due and run.iter_num not in (0, run.saved_at):
@@ -106,7 +105,6 @@ def train(run, log, stop):
 
 def evaluate(run, log, stop, lr, mfu):
     """Print and return {'train': loss, 'val': loss}; None if interrupted by a signal."""
-    log.doing('evaluating')
     losses = run.evaluate(stop)
     if losses is not None:
         train_loss, val_loss = losses['train'], losses['val']
@@ -196,7 +194,7 @@ def open_log(run):
             run.out_dir.mkdir(parents=True, exist_ok=True)
             trackers = open_trackers(s, run.out_dir, run.iter_num)
         # resuming from an earlier checkpoint may drop rows that belong to a later one
-        return RunLog(run.out_dir, run.iter_num, s.max_iters, trackers,
+        return RunLog(run.out_dir, run.iter_num, trackers,
                       run.ranks.main and not s.eval_only, keep_old=s.resume_from != 'ckpt.pt')
     except OSError as e:
         raise UserError(f'out_dir={s.out_dir!r} cannot be written to: {e}') from e

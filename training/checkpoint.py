@@ -56,10 +56,8 @@ def save_checkpoint(path: Path, checkpoint: dict, before_replace=lambda: None) -
         for stale in path.parent.glob(f'.{path.stem}*.tmp'):  # left by a killed process
             stale.unlink(missing_ok=True)
         with replacing(path) as temporary:
-            with open(temporary, 'wb') as f:
+            with _synced(temporary) as f:
                 torch.save(checkpoint, f)
-                f.flush()
-                os.fsync(f.fileno())
             before_replace()
     except (OSError, RuntimeError) as e:
         # torch reports a full disk as an error about file positions
@@ -74,10 +72,17 @@ def link_or_copy(path: Path, target: Path) -> None:
         try:
             os.link(path, temporary)
         except OSError:
-            with open(path, 'rb') as source, open(temporary, 'wb') as f:
+            with open(path, 'rb') as source, _synced(temporary) as f:
                 shutil.copyfileobj(source, f, 2 ** 20)
-                f.flush()
-                os.fsync(f.fileno())
+
+
+@contextlib.contextmanager
+def _synced(path):
+    """Open a new file to write; at the end it is on the disk."""
+    with open(path, 'wb') as f:
+        yield f
+        f.flush()
+        os.fsync(f.fileno())
 
 
 def read_file(path: Path, mmap: bool = False):
@@ -114,12 +119,10 @@ def load_checkpoint(path: Path, whole: bool = True) -> dict:
     kinds = REQUIRED | {key: kind for key, kind in OPTIONAL.items() if key in checkpoint}
     for key, kind in kinds.items():
         value = checkpoint[key]
-        wrong = key == 'iter_num' and isinstance(value, int) and not 0 <= value < 2 ** 63
-        if not isinstance(value, kind) or wrong:
+        wrong = (not isinstance(value, kind) or (torch.is_tensor(value) and value.numel() != 1)
+                 or (key == 'iter_num' and not 0 <= value < 2 ** 63))
+        if wrong:
             raise UserError(f'checkpoint {path}: invalid {key} {shown(value)}')
-    loss = checkpoint['best_val_loss']
-    if torch.is_tensor(loss) and loss.numel() != 1:
-        raise UserError(f'checkpoint {path}: invalid best_val_loss of {loss.numel():,} elements')
     for name in ('dataset', 'optimizer', 'data_order'):
         if not isinstance(value := checkpoint['config'].get(name, ''), str):
             raise UserError(f'checkpoint {path}: invalid {name} {shown(value)} in its config')
@@ -135,22 +138,19 @@ def load_checkpoint(path: Path, whole: bool = True) -> dict:
 
 def _check_names(path: Path, checkpoint: dict) -> None:
     """Raise UserError unless the parts of a checkpoint that become names of files are plain."""
-    run = checkpoint.get('run')
+    run, shards = checkpoint.get('run'), checkpoint.get('shards')
     if run is not None and not (isinstance(run, str) and RUN.fullmatch(run)):
         raise UserError(f'checkpoint {path}: invalid run {shown(run)}: an id is 32 '
                         'hexadecimal digits')
     if 'shards' not in checkpoint:
         return
-    shards = checkpoint['shards']
-    folder = shards.get('folder') if isinstance(shards, dict) else None
+    folder, files = map(shards.get, ('folder', 'files')) if type(shards) is dict else (None, None)
     if not (isinstance(folder, str) and SHARDS_NAME.fullmatch(folder)):
         raise UserError(f'checkpoint {path}: invalid folder of shards {shown(folder)}: it is '
                         f'the name of a folder beside it, as {SHARDS}1234abcd_0001000_1234abcd')
-    files = shards.get('files')
-    plain = isinstance(files, dict) and all(
-        isinstance(name, str) and Path(name).name == name and type(size) is int
-        for name, size in files.items())
-    if not plain:
+    if type(files) is not dict or not all(
+            isinstance(name, str) and Path(name).name == name and type(size) is int
+            for name, size in files.items()):
         raise UserError(f'checkpoint {path}: invalid files of shards: they are names with sizes')
 
 
@@ -259,20 +259,20 @@ def set_rng_state(state: dict) -> None:
     random.setstate((version, tuple(internal), gauss))
 
 
-def storage():
-    """Import torch.distributed.checkpoint with its safetensors reader and writer.
-
-    Raises:
-        UserError: if the safetensors package is missing.
-    """
+@contextlib.contextmanager
+def shard_files(problem: str):
+    """Yield torch.distributed.checkpoint; errors in the body become a UserError about `problem`.
+    Raises UserError if the safetensors package is missing."""
     try:
         import safetensors  # noqa: F401
         import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
     except ImportError as e:
         raise UserError(f'checkpoints in shards need the package {e.name}: '
                         "pip install -e '.[hf]'") from e
-    return dcp, HuggingFaceStorageReader, HuggingFaceStorageWriter
+    try:
+        yield dcp
+    except (Exception, dcp.CheckpointException) as e:  # the latter is a BaseException
+        raise UserError(f'{problem}: {" ".join(str(e).split())[:300]}') from e
 
 
 def split_tensors(model: dict, optimizer: dict) -> tuple[dict, dict]:
@@ -307,11 +307,10 @@ def write_shards(folder: Path, tensors: dict, group=None) -> dict:
     Raises:
         UserError: if the folder cannot be written.
     """
-    dcp, _, Writer = storage()
     try:
-        with _shard_errors(f'cannot write checkpoint {folder}'):
-            dcp.save(tensors, storage_writer=Writer(str(folder), save_distributed=True),
-                     process_group=group, no_dist=group is None)
+        with shard_files(f'cannot write checkpoint {folder}') as dcp:
+            writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+            dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
             files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -325,7 +324,6 @@ def shard_metadata(path: Path, shards: dict) -> dict:
     Raises:
         UserError: if a file is missing, damaged or of the wrong size.
     """
-    _, Reader, _ = storage()
     folder = path.parent / shards['folder']
     for name, size in shards['files'].items():
         file = folder / name
@@ -335,8 +333,8 @@ def shard_metadata(path: Path, shards: dict) -> dict:
                             f'{size:,} bytes')
     if odd := [file for file in folder.glob('*.safetensors') if not file.is_file()]:
         raise UserError(f'checkpoint {path}: its shard {odd[0]} is not a regular file')
-    with _shard_errors(f'checkpoint {path}: its shards in {folder} cannot be read'):
-        return Reader(str(folder)).read_metadata().state_dict_metadata
+    with shard_files(f'checkpoint {path}: its shards in {folder} cannot be read') as dcp:
+        return dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
 
 
 def read_shards(path: Path, shards: dict, tensors: dict | None = None, group=None) -> dict:
@@ -347,7 +345,6 @@ def read_shards(path: Path, shards: dict, tensors: dict | None = None, group=Non
     Raises:
         UserError: if a file or a tensor is missing, damaged or of the wrong size.
     """
-    dcp, Reader, _ = storage()
     known, folder = shard_metadata(path, shards), path.parent / shards['folder']
     if tensors is None:
         named = sum(x.size.numel() * x.properties.dtype.itemsize for x in known.values())
@@ -360,19 +357,10 @@ def read_shards(path: Path, shards: dict, tensors: dict | None = None, group=Non
             has = tuple(known[key].size) if key in known else 'missing'
             raise UserError(f'checkpoint {path}: {key} is {has} in its shards, and should be '
                             f'{tuple(x.shape)}')
-    with _shard_errors(f'checkpoint {path}: its shards in {folder} cannot be read'):
-        dcp.load(tensors, storage_reader=Reader(str(folder)), process_group=group,
-                 no_dist=group is None)
+    with shard_files(f'checkpoint {path}: its shards in {folder} cannot be read') as dcp:
+        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)),
+                 process_group=group, no_dist=group is None)
     return tensors
-
-
-@contextlib.contextmanager
-def _shard_errors(problem):
-    dcp, *_ = storage()
-    try:
-        yield
-    except (Exception, dcp.CheckpointException) as e:  # the latter is a BaseException
-        raise UserError(f'{problem}: {" ".join(str(e).split())[:300]}') from e
 
 
 def fill_from_shards(path: Path, checkpoint: dict) -> None:

@@ -20,20 +20,19 @@ class CheckpointManager:
     worse ckpt.pt replaces that one. ckpt_ITERATION.pt are the `keep` - 1 checkpoints before the
     latest; only older ones of this run are deleted. With keep = 1 none is created or deleted.
 
-    A file with one of these names that belongs to another run, or is ahead of the checkpoint that
-    this run resumed from, is renamed with `_old` before the first save would replace it.
+    Files with these names that belong to another run, or are ahead of the checkpoint that this run
+    resumed from, are renamed with `_old` before the first save.
     """
 
     def __init__(self, folder: Path, keep: int = 1):
         self.folder, self.keep = folder, keep
         self.path, self.best_path = folder / 'ckpt.pt', folder / 'ckpt_best.pt'
         self.run = uuid.uuid4().hex
-        self.start = -1     # checkpoints of this run up to this iteration belong to it
-        self.origin = None  # the file that the run was resumed from
-        self.best = None    # the file with the best validation loss
-        self.latest = None  # the iteration of ckpt.pt, if that belongs to this run
-        self.numbered = {}  # iteration -> file of this run
-        self.cleared = False
+        self.start = -1       # checkpoints of this run up to this iteration belong to it
+        self.origin = None    # the file that the run was resumed from
+        self.best = None      # the file with the best validation loss
+        self.latest = None    # the iteration of ckpt.pt, if that belongs to this run
+        self.numbered = None  # iteration -> file of this run; None before the first save
 
     def resume(self, origin: Path, saved: dict) -> None:
         """Continue the run that wrote the checkpoint `saved`, read from `origin`."""
@@ -51,22 +50,26 @@ class CheckpointManager:
         Raises:
             UserError: if it cannot be written; names the checkpoint that can still be resumed.
         """
-        lines, iteration, best = [], checkpoint['iter_num'], checkpoint['holds_best']
+        iteration, best = checkpoint['iter_num'], checkpoint['holds_best']
         try:
             ckpt.save_checkpoint(self.path, {**checkpoint, 'run': self.run},
-                                 lambda: self._keep_previous(iteration, best, lines))
+                                 lambda: self._keep_previous(iteration, best, say))
         except UserError as e:
             if 'shards' in checkpoint:
                 shutil.rmtree(self.folder / checkpoint['shards']['folder'], ignore_errors=True)
             raise UserError(f'{e}; {self._left_to_resume()}') from e
         self.latest = iteration
         try:
-            self._update_best_and_delete(best)
+            if best:
+                self.best = self.path
+                if self.best_path.is_file():
+                    link_or_copy(self.path, self.best_path)
+            if self.keep > 1:
+                for old in sorted(self.numbered.keys() - {iteration})[:1 - self.keep]:
+                    self.numbered.pop(old).unlink(missing_ok=True)
         except OSError as e:
             raise UserError(f'{self.path} is saved, but older checkpoints cannot be renamed or '
                             f'deleted: {e}; {self._left_to_resume()}') from e
-        for line in lines:
-            say(line)
         ckpt.delete_unused_shards(self.folder, self.run)
 
     def _left_to_resume(self):
@@ -77,57 +80,35 @@ class CheckpointManager:
                    f'--init_from=resume --resume_from={self.origin.name}'
         return 'this run has no earlier one'
 
-    def _keep_previous(self, iteration, best, lines):
+    def _keep_previous(self, iteration, best, say):
         """Link the files that the new checkpoint replaces to a new name, if they are to be kept."""
-        if not self.cleared:
-            self._move_others_aside(lines)
-            self.cleared = True
+        if self.numbered is None:
+            self._move_others_aside(say)
         if not best and self.best not in (None, self.best_path) and self.best.is_file():
             link_or_copy(self.best, self.best_path)
             self.best = self.best_path
-            lines.append(f'the best checkpoint so far is kept as {self.best_path}')
+            say(f'the best checkpoint so far is kept as {self.best_path}')
         if self.keep > 1 and self.latest not in (None, iteration) and self.path.is_file():
-            kept = self.folder / f'ckpt_{self.latest:07d}.pt'
-            if kept.is_file() and self.latest not in self.numbered:
-                self._rename_old(kept, lines)
-            link_or_copy(self.path, kept)
-            self.numbered[self.latest] = kept
+            self.numbered[self.latest] = self.folder / f'ckpt_{self.latest:07d}.pt'
+            link_or_copy(self.path, self.numbered[self.latest])
 
-    def _move_others_aside(self, lines):
+    def _move_others_aside(self, say):
         """Before the first save: rename files of other runs, or ahead of `start`."""
-        if self.origin != self.path:
-            found = peek(self.path)
-            self.latest = found.iteration if self._owns(found) else None
-        if self.latest is None and self.path.is_file():
-            # linked, not moved: ckpt.pt must exist at all times
-            self._rename_old(self.path, lines, link_or_copy)
-        if self.best_path.is_file() and not self._owns(peek(self.best_path)):
-            self._rename_old(self.best_path, lines)
-        for path in sorted(self.folder.glob('ckpt_*.pt')):
-            if match := NUMBERED.fullmatch(path.name):
-                found = peek(path)
-                if self._owns(found):
-                    self.numbered[int(match[1])] = path
-                elif found and found.run == self.run:
-                    self._rename_old(path, lines)
-
-    def _owns(self, found):
-        return found is not None and found.run == self.run and found.iteration <= self.start
-
-    @staticmethod
-    def _rename_old(path, lines, rename=Path.replace):
-        kept = _free_name(path)
-        rename(path, kept)
-        lines.append(f'{path} was there before this run: kept as {kept}')
-
-    def _update_best_and_delete(self, best):
-        if best:
-            self.best = self.path
-            if self.best_path.is_file():
-                link_or_copy(self.path, self.best_path)
-        if self.keep > 1:
-            for iteration in sorted(self.numbered.keys() - {self.latest})[:1 - self.keep]:
-                self.numbered.pop(iteration).unlink(missing_ok=True)
+        self.numbered = {}
+        for path in sorted(self.folder.glob('ckpt*.pt')):
+            number, found = NUMBERED.fullmatch(path.name), peek(path)
+            if not number and path not in (self.path, self.best_path):
+                continue
+            if found and found.run == self.run and found.iteration <= self.start:
+                if number:
+                    self.numbered[int(number[1])] = path
+                elif path == self.path:
+                    self.latest = found.iteration
+            elif path != self.origin:
+                kept = _free_name(path)
+                # ckpt.pt is linked, not moved: it must exist at all times
+                (link_or_copy if path == self.path else Path.replace)(path, kept)
+                say(f'{path} was there before this run: kept as {kept}')
 
 
 def _free_name(path: Path) -> Path:

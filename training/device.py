@@ -5,8 +5,8 @@ import os
 import platform
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -112,17 +112,11 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-@dataclass(frozen=True)
-class MemoryUse:
+class MemoryUse(NamedTuple):
     """Bytes, or None if unknown. peak: the maximum so far. total: the device's capacity."""
     used: int | None
     peak: int | None
     total: int | None
-
-    @property
-    def share(self) -> float | None:
-        """Return the peak as a fraction of the total."""
-        return self.peak / self.total if self.peak and self.total else None
 
 
 def memory_use(device: torch.device) -> MemoryUse:

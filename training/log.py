@@ -1,13 +1,10 @@
-"""A run's log: nanoGPT's lines, a live progress line on a terminal, metrics.jsonl, trackers."""
+"""A run's log: nanoGPT's lines, metrics.jsonl, trackers."""
 import json
 import math
 import os
 import sys
 import time
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from config.errors import UserError
 from config.files import regular_only, replacing
@@ -42,27 +39,15 @@ class RunLog:
         keep_old: first copy metrics.jsonl to metrics_old.jsonl.
     """
 
-    def __init__(self, out_dir: Path, start_iter: int, max_iters: int, trackers: list,
-                 write: bool, keep_old: bool):
+    def __init__(self, out_dir: Path, start_iter: int, trackers: list, write: bool,
+                 keep_old: bool):
         self.path, self.trackers = out_dir / 'metrics.jsonl', trackers
         self.file = self._reopen(start_iter, keep_old) if write else open(os.devnull, 'w')
-        self.console = Console()
-        self.progress = Progress(
-            TextColumn('[bold]{task.description:10}'), BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn('loss {task.fields[loss]:.4f}  {task.fields[rate]:,.0f} tokens/s  ETA'),
-            TimeRemainingColumn(), console=self.console, transient=True, speed_estimate_period=60,
-            # with FORCE_COLOR rich treats a pipe as a terminal
-            disable=not (self.console.is_terminal and sys.stdout.isatty()))
-        self.task = self.progress.add_task('training', total=max_iters + 1, completed=start_iter,
-                                           loss=float('nan'), rate=0.0)
 
     def __enter__(self):
-        self.progress.start()
         return self
 
     def __exit__(self, *_):
-        self.progress.stop()
         for file in (self.file, *self.trackers):
             file.close()
 
@@ -75,13 +60,10 @@ class RunLog:
         return open(self.path, 'a', buffering=1, opener=regular_only)
 
     def line(self, text: str) -> None:
-        """Print a line, above the progress line if there is one. A closed pipe (Ctrl-C also ends
-        `| tee log`) must not keep the run from saving."""
+        """Print a line. A closed pipe (Ctrl-C also ends `| tee log`) must not keep the run from
+        saving."""
         try:
-            if self.progress.disable:
-                print(text, flush=True)
-            else:
-                self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            print(text, flush=True)
         except BrokenPipeError:
             sys.stdout = open(os.devnull, 'w')
 
@@ -92,12 +74,8 @@ class RunLog:
         if updates.new:
             self.line(f'skipped {many} {updates.latest}: loss or gradients were not finite{scale}')
 
-    def doing(self, what: str) -> None:
-        """Set the progress line's description: 'training', 'evaluating'."""
-        self.progress.update(self.task, description=what)
-
     def stepped(self, iter_num: int, evaluated: dict, **row) -> None:
-        """Write and show a step's metrics, with the losses of an evaluation just before it.
+        """Write a step's metrics, with the losses of an evaluation just before it.
 
         Raises:
             UserError: if metrics.jsonl cannot be written to, for example on a full disk.
@@ -112,8 +90,6 @@ class RunLog:
                             '--init_from=resume') from e
         for tracker in self.trackers:
             tracker.stepped(iter_num, row)
-        self.progress.update(self.task, completed=iter_num + 1, loss=row['loss'],
-                             rate=row['tokens_per_second'])
 
 
 def read_metrics(path: Path) -> list[dict]:

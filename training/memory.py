@@ -16,10 +16,10 @@ import torch
 from rich.table import Table
 
 import configurator
-from config.errors import UserError
+from config.errors import UserError, at_least
 from config.gpt_config import GPTConfig
 from config.schema import MODEL
-from config.sizes import available_memory, nice_bytes, parse_bytes
+from config.sizes import nice_bytes, parse_bytes
 from data.datasets import DATA_ROOT
 from data.tokenfiles import read_meta
 from kv.console import output, print_table
@@ -89,12 +89,13 @@ class Plans:
             rows.append(row)
         return rows
 
-    def least_peak(self, batch_size: int, budget: int) -> str:
-        """Describe the smallest peak, for an error message."""
+    def nothing_fits(self, what: str, batch_size: int, budget: int) -> UserError:
+        """Return the error that no policy fits the budget, with the smallest peak."""
         policy = min(self.policies, key=lambda policy: self.memory(policy, batch_size).peak)
         peak = self.memory(policy, batch_size).peak
-        return (f'the least is {nice_bytes(peak)} (recompute={policy!r}, batch_size={batch_size}), '
-                f'{nice_bytes(peak - budget)} too much')
+        return UserError(f'{what}; the least is {nice_bytes(peak)} (recompute={policy!r}, '
+                         f'batch_size={batch_size}), {nice_bytes(peak - budget)} too much: give a '
+                         'smaller batch_size or more memory')
 
 
 def largest_batch(peak, budget: int, start: int = 1, whole: int = 0) -> int:
@@ -103,31 +104,19 @@ def largest_batch(peak, budget: int, start: int = 1, whole: int = 0) -> int:
     peak: number of sequences -> bytes. It is the maximum of a few increasing linear functions, one
     per moment of a step, and therefore convex; but just above n = `whole` it may drop, because
     logits are then chunked. start: the first guess.
-    """
-    n = _largest_between(whole + 1, LARGEST, peak, budget, start)
-    if n or not whole:
-        return n
-    return whole if peak(whole) <= budget else _largest_between(1, whole - 1, peak, budget, start)
-
-
-def _largest_between(low, high, peak, budget, n):
-    """Return the largest n in low..high that fits, 0 if there is none; peak is convex there.
 
     The line through two neighbours is nowhere above a convex peak, so that no n beyond the point
     where this line reaches the budget fits. The search goes to that point until it stays there.
     """
-    n = min(max(low, n), high)
-    while low <= n:
-        at = peak(n)
-        rise = peak(n + 1) - at
-        if rise > 0:
-            steps = (budget - at) // rise
-        else:
-            steps = LARGEST if at <= budget else -n
-        # at most to 4n, because predicting large batches is slow
-        last, n = n, min(n + steps, 4 * n, high)
-        if n == last:
-            return n
+    for low, high in ((whole + 1, LARGEST), (whole, whole), (1, whole - 1)):
+        n = min(max(low, start), high)
+        while n >= max(low, 1):
+            at = peak(n)
+            rise = max(1, peak(n + 1) - at)
+            # at most to 4n, because predicting large batches is slow
+            last, n = n, min(n + (budget - at) // rise, 4 * n, high)
+            if n == last:
+                return n
     return 0
 
 
@@ -155,31 +144,7 @@ def choose_policy(s, config, device: torch.device, dtype: torch.dtype, n_process
             print(f"recompute='auto' is {policy!r}: predicted peak {nice_bytes(peak)}{eager}, "
                   f'budget {words}')
             return policy
-    raise UserError(f"recompute='auto': no policy fits {words}; "
-                    f'{plans.least_peak(s.batch_size, budget)}: give a smaller batch_size or a '
-                    'larger memory_budget')
-
-
-def warn_of_memory(s, config, policy: str, device, dtype: torch.dtype,
-                   n_processes: int = 1) -> None:
-    """Print a note if a step is predicted to need more memory than is currently free.
-
-    A prediction takes seconds, so it is only made if 16 float32 activations per token, layer and
-    embedding dimension (roughly what GPT-2 keeps) would fill half of the free memory.
-    """
-    free = available_memory() if device.type != 'cuda' else free_memory(device)
-    tokens = s.batch_size * s.block_size
-    if not free or policy == 'auto' or 64 * tokens * config.n_layer * config.n_embd < free / 2:
-        return
-    plans, n = Plans(s, config, device, dtype, n_processes), min(8, s.batch_size)
-    peak = plans.memory(policy, n).peak
-    if s.batch_size > n:  # extrapolated: predicting large batches is slow
-        slope = (plans.memory(policy, 2 * n).peak - peak) / n
-        peak += int(slope * (s.batch_size - n))
-    if peak > free:
-        print(f'Note: a step is predicted to need {nice_bytes(peak)} of memory, and '
-              f'{nice_bytes(free)} are free: lower --batch_size={s.batch_size}, or try '
-              '--recompute=auto (python -m training.memory finds what fits)')
+    raise plans.nothing_fits(f"recompute='auto': no policy fits {words}", s.batch_size, budget)
 
 
 def print_memory_report(run, dtype: torch.dtype) -> None:
@@ -194,14 +159,20 @@ def print_memory_report(run, dtype: torch.dtype) -> None:
                            accumulate=plans.accumulate)
     except torch.OutOfMemoryError:
         measured = None
+    parts = {'parameters': 'parameters', 'gradients': 'gradients', 'optimizer': 'optimizer state',
+             'activations': 'activations', 'loss_peak': 'logits and loss', 'peak': 'peak',
+             'offloaded': 'on the host'}
+    table = _table('', 'predicted', 'measured')
+    for part, name in parts.items():
+        sizes = getattr(predicted, part), measured and getattr(measured, part)
+        table.add_row(name, *map(_size, sizes))
     eager = '; compiled, less' if s.compile else ''
     title = (f'Memory of a step: {s.batch_size} x {s.block_size:,} tokens, '
              f'recompute={policy!r}{eager}')
-    print_table(console, _parts_table(predicted, measured), title)
+    print_table(console, table, title)
     if measured is None:
         console.print(f'measured: it does not fit on {run.device}', highlight=False)
     print_table(console, _policy_table(plans.rows(), s.batch_size), '\nevery policy, predicted')
-    console.print('\nTraining begins. (python -m training.memory reports without training.)')
 
 
 def _table(*columns):
@@ -215,23 +186,11 @@ def _size(n):
     return '-' if n is None else nice_bytes(n)
 
 
-def _parts_table(predicted, measured):
-    table = _table('', 'predicted', 'measured')
-    parts = {'parameters': 'parameters', 'gradients': 'gradients', 'optimizer': 'optimizer state',
-             'activations': 'activations', 'loss_peak': 'logits and loss', 'peak': 'peak'}
-    if predicted.offloaded:
-        parts['offloaded'] = 'on the host'
-    for part, name in parts.items():
-        table.add_row(name, _size(getattr(predicted, part)),
-                      _size(measured and getattr(measured, part)))
-    return table
-
-
 def _policy_table(rows, batch_size):
     """Make a table of `Plans.rows`; with a budget also of the largest micro-batches."""
-    columns = ['recompute', 'activations', f'peak at {batch_size}', 'FLOPs']
     has_budget = 'largest_batch' in rows[0]
-    table = _table(*columns, *(('largest', 'its peak') if has_budget else ()))
+    table = _table('recompute', 'activations', f'peak at {batch_size}', 'FLOPs',
+                   *(('largest', 'its peak') if has_budget else ()))
     for row in rows:
         cells = [row['policy'], _size(row['activations']), _size(row['peak']),
                  f"+{row['recomputed']:.1%}"]
@@ -243,9 +202,7 @@ def _policy_table(rows, batch_size):
 
 def main(argv=None):
     s = configurator.parse('memory', argv, usage=__doc__, echo=False)
-    for name in ('batch_size', 'gradient_accumulation_steps'):
-        if getattr(s, name) < 1:
-            raise UserError(f'{name}={getattr(s, name)}: must be at least 1')
+    at_least(s, batch_size=1, gradient_accumulation_steps=1)
     if s.device.startswith('cuda') and not torch.cuda.is_available():
         device = torch.device('cuda')  # the target, with bfloat16 if dtype is 'auto'
         dtype = torch.bfloat16 if s.dtype == 'auto' else getattr(torch, s.dtype)
@@ -263,11 +220,11 @@ def main(argv=None):
     plans = Plans(s, config, device, dtype)
     rows = plans.rows(budget)
     if not any(row['largest_batch'] for row in rows):
-        raise UserError(f'budget={s.budget!r}: nothing fits; {plans.least_peak(1, budget)}')
+        raise plans.nothing_fits(f'budget={s.budget!r}: nothing fits', 1, budget)
     m, kernels = plans.memory('none'), plans.predictor.device
-    dtype, console = str(dtype).removeprefix('torch.'), output()
+    dtype = str(dtype).removeprefix('torch.')
     title = f'micro-batches of {s.block_size:,} tokens in {nice_bytes(budget)}'
-    print_table(console, _policy_table(rows, s.batch_size), title)
+    print_table(output(), _policy_table(rows, s.batch_size), title)
     print(f'parameters {nice_bytes(m.parameters)}, gradients {nice_bytes(m.gradients)}, '
           f'optimizer {nice_bytes(m.optimizer)} are in every peak; {dtype} arithmetic')
     if kernels.type != device.type:

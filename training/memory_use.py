@@ -1,6 +1,6 @@
 """Memory of a training step: measured on a real step, or predicted with fake tensors.
 
-    measure(model, (x, y), 'mlp')       # one forward and backward pass over this batch
+    measure(model, (x, y))               # one forward and backward pass over this batch
     Predictor(config).predict('mlp', 8)  # the same with fake tensors
 
 Both run the eager model and track every storage. Compiled models fuse operations and keep less.
@@ -170,38 +170,29 @@ def _scratch_bytes(func, inputs) -> int:
     return 0
 
 
-def measure(model, batch, policy: str | None = None, autocast=None, *,
-            chunked_loss: bool | None = None, optimizer='adamw',
-            accumulate: bool = False) -> Memory:
+def measure(model, batch, autocast=None, *, optimizer='adamw', accumulate: bool = False) -> Memory:
     """Return the `Memory` of a forward and backward pass, by running it.
 
-    Random state, gradients, training mode, policy and loss function are restored.
+    Random state, gradients and training mode are restored.
 
     Args:
         batch: (idx, targets), each (B, T) int64 on the model's device.
-        policy: one of `training.recompute`'s. None = the model's.
         autocast: a context for the forward pass. None = float32.
-        chunked_loss: None = the model's setting.
         optimizer: an optimizer, or the name of one (see `training.optim`).
         accumulate: gradients already exist at the start, as with gradient accumulation.
     """
-    old = model.training, policy_of(model), model.loss_fn, [p.grad for p in model.parameters()]
+    was_training, gradients = model.training, [p.grad for p in model.parameters()]
     devices = [model.device] if model.device.type == 'cuda' else []
     with torch.random.fork_rng(devices, device_type='cuda'):
         try:
             model.train()
-            set_recompute(model, old[1] if policy is None else policy)
-            if chunked_loss is not None:
-                model.loss_fn = linear_cross_entropy if chunked_loss else None
             for p in model.parameters():
                 p.grad = torch.zeros_like(p) if accumulate else None
-            autocast = autocast or contextlib.nullcontext()
-            return _track_step(model, batch, autocast, optimizer, accumulate)
+            return _track_step(model, batch, autocast or contextlib.nullcontext(), optimizer,
+                               accumulate)
         finally:
-            model.train(old[0])
-            set_recompute(model, old[1])
-            model.loss_fn = old[2]
-            for p, grad in zip(model.parameters(), old[3]):
+            model.train(was_training)
+            for p, grad in zip(model.parameters(), gradients):
                 p.grad = grad
 
 
@@ -265,13 +256,14 @@ class Predictor:
                 accumulate: bool = False, optimizer='adamw') -> Memory:
         """Predict a step over (batch_size, block_size) tokens; 0 = the config's block_size."""
         T = block_size or self.model.config.block_size
+        set_recompute(self.model, policy)
+        self.model.loss_fn = linear_cross_entropy if chunked_loss else None
         # FakeTensorMode supports neither streams nor pinned memory.
         offload = functools.partial(offloaded, streams=False)
         offload = mock.patch.object(training.recompute, 'offloaded', offload)
         with torch.random.fork_rng([], device_type='cuda'), self.fake, offload:
             x = torch.zeros(batch_size, T, dtype=torch.int64, device=self.device)
-            batch, autocast = (x, torch.zeros_like(x)), autocast_for(self.device, dtype)
-            return measure(self.model, batch, policy, autocast, chunked_loss=chunked_loss,
+            return measure(self.model, (x, torch.zeros_like(x)), autocast_for(self.device, dtype),
                            accumulate=accumulate, optimizer=optimizer)
 
 

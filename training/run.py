@@ -24,7 +24,7 @@ from training.flops import achieved, peak_tflops
 from training.int8_forward import train_for_int8
 from training.load_model import check_weights
 from training.loss import linear_cross_entropy
-from training.memory import choose_policy, print_memory_report, warn_of_memory
+from training.memory import choose_policy, print_memory_report
 from training.optim import load_optimizer, make_optimizer, optimizer_state
 from training.recompute import set_recompute
 from training.update import GuardedUpdate, broken, propagate_nonfinite
@@ -89,8 +89,6 @@ class Run:
         """Set up recomputation, kernels and sharding. empty: weights are read from shards later."""
         s, ranks, model = self.s, self.ranks, self.model
         policy = 'block' if s.checkpoint_blocks else s.recompute
-        if ranks.main:
-            warn_of_memory(s, model.config, policy, self.device, self.dtype, ranks.world_size)
         if not self.sharded:
             model.to(self.device)
         if policy == 'auto':
@@ -336,10 +334,11 @@ class Run:
         n = self.s.batch_size * self.s.gradient_accumulation_steps
         tflops = achieved(self.model, n, seconds)
         peak, memory = peak_tflops(self.device, self.dtype), memory_use(self.device)
+        share = memory.peak / memory.total if memory.peak and memory.total else None
         row = dict(grad_norm=updates.grad_norm, loss_scale=updates.loss_scale,
                    skipped=updates.skipped, model_tflops_per_second=tflops,
                    mfu=peak and tflops / (peak * self.ranks.world_size), memory_bytes=memory.used,
-                   memory_peak_bytes=memory.peak, memory_share=memory.share,
+                   memory_peak_bytes=memory.peak, memory_share=share,
                    data_wait_share=self.batches.share)
         return {name: value for name, value in row.items() if value is not None}
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def write_metrics(path):
-    with RunLog(path.parent, 0, 1, [], write=True, keep_old=False) as log:
+    with RunLog(path.parent, 0, [], write=True, keep_old=False) as log:
         log.stepped(0, {}, loss=1.0, tokens_per_second=1.0)
 
 

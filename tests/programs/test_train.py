@@ -17,10 +17,7 @@ from tests.programs.support import (
     losses,
     run_train,
 )
-from training import memory
 from training.flops import flops_per_token
-from training.memory_use import Predictor
-from training.run import Run
 
 NANOGPT_KEYS = {'model', 'optimizer', 'model_args', 'iter_num', 'best_val_loss', 'config'}
 # on a CPU in float32: no loss scale, and no known peak for MFU
@@ -69,19 +66,6 @@ def test_the_time_left_does_not_count_a_slow_first_iteration(tmp_path, capsys, m
     lines = re.findall('^iter .*', capsys.readouterr().out, re.M)
     assert 'left' not in lines[0] and lines[1].endswith('0:00:04 left')
     assert lines[4].endswith('0:00:01 left')
-
-
-def test_a_step_that_will_not_fit_is_predicted_before_the_first(tmp_path, capsys, monkeypatch):
-    run_train(tmp_path / 'a', max_iters=1)
-    assert 'a step is predicted to need' not in capsys.readouterr().out
-    monkeypatch.setattr(memory, 'available_memory', lambda: 100_000)
-    monkeypatch.setattr(Run, 'step', lambda run: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        run_train(tmp_path / 'b', batch_size=500)
-    found = re.search(r'a step is predicted to need ([\d.]+) MB of memory, and 100 kB are free: '
-                      r'lower --batch_size=500', capsys.readouterr().out)
-    peak = Predictor(GPTConfig(**VANILLA_ARGS)).predict('none', 500).peak
-    assert float(found[1]) == pytest.approx(peak / 1e6, rel=0.05)
 
 
 def test_log_interval_thins_log_and_metrics_but_not_evaluated_steps(tmp_path, capsys):

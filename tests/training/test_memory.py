@@ -18,7 +18,7 @@ from training.int8_forward import train_for_int8
 from training.loss import linear_cross_entropy
 from training.memory import Plans
 from training.memory_use import Predictor, measure
-from training.recompute import policy_of, set_recompute
+from training.recompute import set_recompute
 from training.z_loss import add_z_loss
 
 V, T, B, C, L = 500, 64, 2, 32, 2
@@ -52,18 +52,24 @@ def made():
     return Made()
 
 
+def measured_with(model, policy, autocast=None, chunked_loss=True):
+    set_recompute(model, policy)
+    model.loss_fn = linear_cross_entropy if chunked_loss else None
+    return measure(model, batch(), autocast)
+
+
 def batch():
     x = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(0))
     return x, x.roll(-1, 1)
 
 
-@pytest.mark.parametrize('policy, dtype, chunked', [
-    *((policy, torch.bfloat16, True) for policy in POLICIES),
-    *((policy, torch.float32, False) for policy in ('none', 'block'))])
-@pytest.mark.parametrize('shape', SHAPES)
+@pytest.mark.parametrize('shape, policy, dtype, chunked', [
+    *(('full', policy, torch.bfloat16, True) for policy in POLICIES),
+    *(('gqa', policy, torch.bfloat16, True) for policy in ('none', 'selective', 'mlp')),
+    ('vanilla', 'none', torch.float32, False), ('vanilla', 'block', torch.float32, False)])
 def test_predicted_is_measured_to_the_byte(made, shape, policy, dtype, chunked):
     model, predictor = made[shape]
-    measured = measure(model, batch(), policy, autocast(model.device, dtype), chunked_loss=chunked)
+    measured = measured_with(model, policy, autocast(model.device, dtype), chunked)
     assert predictor.predict(policy, B, chunked_loss=chunked, dtype=dtype) == measured
     assert measured.policy == policy
     assert measured.peak > measured.parameters + measured.optimizer + measured.activations > 0
@@ -73,13 +79,12 @@ def test_predicted_is_measured_to_the_byte(made, shape, policy, dtype, chunked):
 def test_predicted_is_measured_with_every_mechanism(name):
     config = GPTConfig(**SHAPES['full'] | CHANGES[name])
     model, predictor = GPT(config), Predictor(config)
-    for policy in ('none', 'selective', 'block'):
-        measured = measure(model, batch(), policy, autocast(model.device, torch.bfloat16),
-                           chunked_loss=True)
+    for policy in ('none', 'selective'):
+        measured = measured_with(model, policy, autocast(model.device, torch.bfloat16))
         assert predictor.predict(policy, B, dtype=torch.bfloat16) == measured
 
 
-@pytest.mark.parametrize('policy', ['none', 'selective', 'block'])
+@pytest.mark.parametrize('policy', ['none', 'block'])
 @pytest.mark.parametrize('settings', [dict(attention_z_loss=0.1), dict(int8_forward=True)], ids=str)
 def test_a_plan_counts_what_training_adds(settings, policy):
     config = GPTConfig(**SHAPES['full'], attn_sink=True)
@@ -88,12 +93,12 @@ def test_a_plan_counts_what_training_adds(settings, policy):
         chunked_loss=True, attention_backend='auto', optimizer='adamw', offload_optimizer=False,
         int8_forward=False, attention_z_loss=0.0) | settings)
     model, device = GPT(config), torch.device('cpu')
-    plain = measure(model, batch(), policy, chunked_loss=True)
+    plain = measured_with(model, policy)
     if s.int8_forward:
         train_for_int8(model)
     else:
         add_z_loss(model, 0.1)
-    measured = measure(model, batch(), policy, chunked_loss=True)
+    measured = measured_with(model, policy)
     assert Plans(s, config, device, torch.float32).memory(policy) == measured != plain
     if s.attention_z_loss:
         q_and_k = 2 * B * T * (C + C // 4) * 4  # in each layer
@@ -104,22 +109,21 @@ def test_a_plan_counts_what_training_adds(settings, policy):
 def test_predicted_is_measured_with_int8_training_accumulation_and_another_length():
     config = GPTConfig(**SHAPES['full'], kv_quant_train='int8')
     x, y = (a[:, :48] for a in batch())
-    measured = measure(GPT(config), (x.contiguous(), y.contiguous()), 'selective',
-                       chunked_loss=True, accumulate=True)
+    model = GPT(config)
+    set_recompute(model, 'selective')
+    model.loss_fn = linear_cross_entropy
+    measured = measure(model, (x.contiguous(), y.contiguous()), accumulate=True)
     assert Predictor(config).predict('selective', B, 48, accumulate=True) == measured
 
 
 @pytest.mark.parametrize('shape, policy, chunked, dtype', [
     ('vanilla', 'none', False, torch.bfloat16), ('vanilla', 'none', True, torch.float32),
-    ('full', 'none', True, torch.bfloat16), ('gqa', 'mlp', True, torch.float32),
-    ('full', 'sqrt', True, torch.float32)])
+    ('gqa', 'mlp', True, torch.float32), ('full', 'sqrt', True, torch.float32)])
 def test_peak_is_the_allocators(made, shape, policy, chunked, dtype, monkeypatch):
     """Except for kernels with buffers of their own: SDPA's backward in bfloat16, oneDNN matmuls."""
     monkeypatch.setattr(torch.backends.mkldnn, 'enabled', False)
     model = copy.deepcopy(made[shape][0]).train()
-    measured = measure(model, batch(), policy, autocast(model.device, dtype), chunked_loss=chunked)
-    set_recompute(model, policy)
-    model.loss_fn = linear_cross_entropy if chunked else None
+    measured = measured_with(model, policy, autocast(model.device, dtype), chunked)
     x, y = batch()
 
     def step():
@@ -171,25 +175,25 @@ def test_block_recomputes_a_forward_pass_of_the_blocks():
 
 def test_measuring_leaves_nothing(made):
     model = copy.deepcopy(made['gqa'][0]).eval()
-    model.loss_fn = linear_cross_entropy
     set_recompute(model, 'mlp')
     grads = [torch.ones_like(p) for p in model.parameters()]
     for p, grad in zip(model.parameters(), grads):
         p.grad = grad
     before, masks = torch.get_rng_state(), dict(_block_masks)
-    measure(model, batch(), 'block', chunked_loss=False, accumulate=True)  # with dropout
+    measure(model, batch(), accumulate=True)  # with dropout
     Predictor(model.config).predict('none', B)
     assert torch.equal(torch.get_rng_state(), before) and _block_masks == masks
     for p, grad in zip(model.parameters(), grads):
         assert p.grad is grad and bool((grad == 1).all())
-    assert not model.training and policy_of(model) == 'mlp'
-    assert model.loss_fn is linear_cross_entropy
+    assert not model.training
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert not any(type(p) is not torch.nn.Parameter for p in model.parameters())
 
 
 def test_accumulated_gradients_are_there_all_along(made):
-    model = made['vanilla'][0]
+    model = copy.deepcopy(made['vanilla'][0])
+    set_recompute(model, 'none')
+    model.loss_fn = None
     once, further = (measure(model, batch(), accumulate=accumulate) for accumulate in (False, True))
     assert once.peak < further.peak <= once.peak + once.gradients
     assert once.activations == further.activations
@@ -197,7 +201,9 @@ def test_accumulated_gradients_are_there_all_along(made):
 
 def test_the_two_gradients_of_a_tied_embedding_are_summed_in_place(made):
     """With few tokens the peak is where they are summed: the gradients, and one matrix more."""
-    m = measure(made['vanilla'][0], tuple(x[:1, :2].contiguous() for x in batch()))
+    model = made['vanilla'][0]
+    set_recompute(model, 'none')
+    m = measure(model, tuple(x[:1, :2].contiguous() for x in batch()))
     rest = m.peak - m.parameters - m.optimizer - m.gradients
     assert 4 * V * C <= rest < 4 * V * C + 2048  # a few rows
 

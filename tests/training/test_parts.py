@@ -36,8 +36,6 @@ def batches(folder):
 
 # -- batches
 
-
-
 def test_windows_are_nanogpts_and_targets_one_token_later(batches):
     torch.manual_seed(3)
     x, y = batches.next()
@@ -133,20 +131,6 @@ def test_rng_state_restores_every_generator_through_a_checkpoint(tmp_path):
 
 # -- files
 
-def test_a_runtime_error_while_saving_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / 'c.pt'
-    save_checkpoint(path, {'a': 1})
-    before = path.read_bytes()
-
-    def fail(checkpoint, f):
-        f.write(b'half')
-        raise RuntimeError('PytorchStreamWriter failed')
-    monkeypatch.setattr(torch, 'save', fail)
-    with pytest.raises(UserError, match='PytorchStreamWriter'):
-        save_checkpoint(path, {'a': 2})
-    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
-
-
 def test_metrics_end_where_a_crash_cut_a_line(tmp_path):
     path = tmp_path / 'm.jsonl'
     assert read_metrics(path) == []
@@ -206,11 +190,11 @@ def test_memory_of_the_process_is_in_bytes_and_its_peak_stays():
     after = memory_use(CPU)
     assert after.used < during.used - 60 * 2 ** 20
     assert after.peak >= during.peak * 0.99 >= during.used * 0.99
-    assert after.share == after.peak / after.total and after.total == physical_memory()
+    assert after.total == physical_memory()
 
 
 def test_where_the_system_says_nothing_there_are_no_figures(monkeypatch):
     monkeypatch.setattr('training.device.physical_memory', lambda: 0)
     monkeypatch.setattr('builtins.open', lambda *a: (_ for _ in ()).throw(FileNotFoundError()))
     monkeypatch.setitem(sys.modules, 'resource', None)
-    assert memory_use(CPU) == MemoryUse(None, None, None) and memory_use(CPU).share is None
+    assert memory_use(CPU) == MemoryUse(None, None, None)

@@ -92,8 +92,7 @@ def test_queries_and_keys_are_normed_and_turned_in_float32(half, monkeypatch):
 
 
 @HALF
-@pytest.mark.parametrize('window', [0, 50], ids=['global', 'window'])
-@pytest.mark.parametrize('n_kv_head', [1, 2])
+@pytest.mark.parametrize('window, n_kv_head', [(0, 1), (50, 2)])
 def test_the_softmax_of_attention(half, window, n_kv_head):
     """Scores near 60 would be rounded by up to 0.25 in bfloat16."""
     torch.manual_seed(1)
@@ -139,8 +138,7 @@ def tiny(tmp_path, monkeypatch):
     monkeypatch.setattr(train, 'DATA_ROOT', tmp_path / 'data')
 
 
-@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
-@pytest.mark.parametrize('config', [VANILLA, FULL_STACK_RUN], ids=['vanilla', 'full stack'])
+@pytest.mark.parametrize('config, dtype', [(FULL_STACK_RUN, 'bfloat16'), (VANILLA, 'float16')])
 def test_training_stays_near_float32_and_keeps_its_state_there(tmp_path, tiny, monkeypatch, config,
                                                                dtype):
     monkeypatch.setattr(training.loss, 'CHUNK_BYTES', {'cpu': 4 * 12 * 16})  # several chunks

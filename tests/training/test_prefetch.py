@@ -30,7 +30,7 @@ def batches_of(folder, depth=2, **more):
 
 
 @pytest.mark.parametrize('order', ['random', 'sequential', 'shuffled'])
-@pytest.mark.parametrize('depth', [0, 1, 5])
+@pytest.mark.parametrize('depth', [1, 5])
 def test_they_are_those_made_in_turn(folder, depth, order):
     plain, ahead = batches_of(folder, 0, order=order).batches, batches_of(folder, depth,
                                                                           order=order)
@@ -58,6 +58,7 @@ def test_from_a_state_it_goes_on_with_that_batch(folder, order):
     first.close()
 
 
+
 @pytest.mark.parametrize('order', ['random', 'sequential', 'shuffled'])
 def test_ranks_share_what_one_process_has(folder, order):
     alone = batches_of(folder, order=order)
@@ -73,7 +74,6 @@ def test_no_thread_stays(folder):
     before = threading.active_count()
     batches = batches_of(folder, 1)
     batches.next()
-    time.sleep(0.05)  # it is blocked by a full queue
     assert threading.active_count() == before + 1
     batches.close()
     assert threading.active_count() == before
@@ -123,7 +123,7 @@ def test_the_thread_uses_the_device_of_its_process(folder, monkeypatch):
         (device, threading.current_thread().name)))
     batches.next()
     batches.close()
-    assert used == [(torch.device('cuda', 1), 'batches')]
+    assert used == [(torch.device('cuda', 1), 'batches_0')]
 
 
 def test_a_process_that_ends_while_its_thread_is_at_work_ends_well(tmp_path):
@@ -132,11 +132,11 @@ def test_a_process_that_ends_while_its_thread_is_at_work_ends_well(tmp_path):
         import torch
         from training.prefetch import Prefetched
         class Endless:
-            state, device = None, torch.device('cpu')
+            state, device, evaluation = None, torch.device('cpu'), None
             def next(self):
                 for _ in range(200):
                     torch.randn(300, 300) @ torch.randn(300, 300)
-        batches = Prefetched(Endless(), 64)
+        batches = Prefetched(Endless(), 4)
         batches.next()
         print('done')
     """

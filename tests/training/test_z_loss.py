@@ -80,8 +80,9 @@ def test_gradients_are_those_of_the_definition(shape):
     check(shape, 'none')
 
 
-@pytest.mark.parametrize('policy', ['none', 'selective', 'mlp', 'block', 'every:2', 'offload'])
-@pytest.mark.parametrize('shape', ['GQA', 'many'])
+@pytest.mark.parametrize('shape, policy', [
+    *(('many', policy) for policy in ('none', 'selective', 'mlp', 'block', 'every:2', 'offload')),
+    ('GQA', 'selective')])
 def test_with_accumulation_and_recomputation(shape, policy):
     check(shape, policy, n=4)
 
@@ -131,25 +132,3 @@ def test_copies_have_their_own():
     found = grads(twin)
     assert all(torch.equal(grad, found[name]) for name, grad in grads(model).items())
     assert scale == 1 and model.state_dict().keys() == twin.state_dict().keys()
-
-
-def test_training_with_it_lowers_the_penalty():
-    def trained(coefficient):
-        torch.manual_seed(0)
-        model = random_model(GPTConfig(**GQA), torch.float32).train()
-        if coefficient:
-            add_z_loss(model, coefficient)
-        optimizer, calls = torch.optim.AdamW(model.parameters(), lr=3e-3), []
-        for x, y in micro_batches(20):
-            model(x, y)[1].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        for block in model.transformer.h:
-            def attend(q, k, v, window, dropout_p, backend, sink, plain=block.attn.attend):
-                calls.append((q, k, window, sink))
-                return plain(q, k, v, window, dropout_p, backend, sink)
-            block.attn.attend = attend
-        with torch.no_grad():
-            model(*micro_batches(1)[0])
-        return penalty(calls).item()
-    assert trained(0.1) < 0.7 * trained(0)
