@@ -187,7 +187,7 @@ def run_soak(args):
         client = soak.Vanishing(url, args.model)
         found = soak.run(client, process, args.minutes, request_fields(args), args.ids) | facts
     if args.start == 'nanokv' and not args.more:  # the same weights
-        found |= soak.compare(client.sample, LONGEST)
+        found |= soak.compare(client.replies, LONGEST)
     columns = ('requests', 'failed', 'vanished', 'growth', 'computed', 'unavoidable', 'compared',
                'equal')
     row = tuple(str(found.get(key, '-')) for key in columns)

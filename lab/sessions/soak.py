@@ -25,14 +25,14 @@ SAMPLE = 300              # replies that are compared with those of the model al
 
 
 class Vanishing(Client):
-    """A client that now and then hangs up and asks again, and keeps a sample of the replies."""
+    """A client that now and then hangs up and asks again, and keeps all replies."""
 
     def __init__(self, url: str, name: str = ''):
         super().__init__(url, name=name)
         self.hasty = Client(url, SOON_S)
         self.random, self.lock = random.Random(1), threading.Lock()
-        self.num_replies = self.num_vanished = 0
-        self.sample: list[tuple[list[int], list[int]]] = []  # (prompt, reply)
+        self.num_vanished = 0
+        self.replies: list[tuple[list[int], list[int]]] = []  # (prompt, reply)
 
     def ask(self, path, document, most_parts=0, answer=None) -> Answer:
         with self.lock:
@@ -47,13 +47,8 @@ class Vanishing(Client):
         found = super().ask(path, document, most_parts, answer)
         if len(found.tokens) != document['max_tokens']:
             raise Failed(f"{len(found.tokens)} of {document['max_tokens']} tokens")
-        with self.lock:  # reservoir sampling
-            self.num_replies += 1
-            k = self.random.randrange(self.num_replies)
-            if len(self.sample) < SAMPLE:
-                self.sample.append((document['prompt'], found.tokens))
-            elif k < SAMPLE:
-                self.sample[k] = document['prompt'], found.tokens
+        with self.lock:
+            self.replies.append((document['prompt'], found.tokens))
         return found
 
 
@@ -76,7 +71,7 @@ def run(client: Vanishing, process, minutes: float, fields, ids) -> dict:
             totals[key] += found[key] or 0
         seed += 1
     return {'minutes': (time.monotonic() - start) / 60, 'traces': seed, 'users': USERS} | totals | {
-        'errors': sorted(errors)[:5], 'replies': client.num_replies,
+        'errors': sorted(errors)[:5], 'replies': len(client.replies),
         'vanished': client.num_vanished, 'memory': memory, 'growth': growth(memory)}
 
 
@@ -87,11 +82,12 @@ def growth(memory: list[tuple[float, int]]) -> float | None:
     return max(settled) / settled[0] - 1 if settled else None
 
 
-def compare(sample, longest: int) -> dict:
-    """The sampled replies beside those of the model alone, one request after the other, without a
+def compare(replies, longest: int) -> dict:
+    """A sample of replies beside those of the model alone, one request after the other, without a
     prefix cache. UserError: if they differ by more than rounding."""
     model, equal = servers.build(longest), 0
     engine = Engine(model, 1, longest)
+    sample = random.Random(1).sample(replies, min(SAMPLE, len(replies)))
     for prompt, reply in progress(sample, 'texts'):
         [alone] = engine.generate([prompt], SamplingParams(len(reply), temperature=0))
         tensors = (torch.tensor([tokens]) for tokens in (prompt, alone.tokens, reply))
