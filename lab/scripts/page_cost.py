@@ -9,9 +9,7 @@ wait, which would count as CPU time.
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -47,32 +45,20 @@ def microseconds(server, url: str, streams: int, watched: int, tokens: int) -> f
     return round(1e6 * (cpu_seconds(server.pid) - before) / done, 1)
 
 
-def measure(server, url: str) -> dict:
-    spent = {name: ([], []) for name in CASES}  # plain, watched
-    for k in range(-1, ROUNDS):  # the first round is a warm-up
-        for name, (streams, watched, tokens) in CASES.items():
-            for kind in (0, 1)[::1 if k % 2 else -1]:
-                found = microseconds(server, url, streams, kind * watched, tokens)
-                if k >= 0:
-                    spent[name][kind].append(found)
-    return {name: {'plain_microseconds_per_token': plain, 'watched_microseconds_per_token': watched,
-                   'ratio': statistics.median(b / a for a, b in zip(plain, watched))}
-            for name, (plain, watched) in spent.items()}
-
-
 def main():
     port = servers.free_port()
+    url, cases = f'http://127.0.0.1:{port}', {}
     command = [sys.executable, 'serve.py', *sys.argv[1:], f'--port={port}', f'--parallel={ROWS}',
                '--log_requests=False']
-    url = f'http://127.0.0.1:{port}'
-    with tempfile.TemporaryFile('w+') as log:
-        server = subprocess.Popen(command, cwd=ROOT, env=os.environ | {'OMP_NUM_THREADS': '1'},
-                                  stdout=log, stderr=log)
-        try:
-            servers.wait(url, server, log)
-            cases = measure(server, url)
-        finally:
-            servers.stop(server)
+    how = {'cwd': ROOT, 'env': os.environ | {'OMP_NUM_THREADS': '1'}}
+    with servers.running(command, url, **how) as server:
+        for name, (streams, watched, tokens) in CASES.items():
+            rounds = [[microseconds(server, url, streams, n, tokens) for n in (0, watched)]
+                      for _ in range(1 + ROUNDS)]
+            plain, watching = zip(*rounds[1:])  # the first round is a warm-up
+            cases[name] = {'plain_microseconds_per_token': plain,
+                           'watched_microseconds_per_token': watching,
+                           'ratio': statistics.median(b / a for a, b in rounds[1:])}
     print(json.dumps({'arguments': sys.argv[1:], 'processor': processor(), 'rows': ROWS,
                       'rounds': ROUNDS, 'cases': cases}, indent=1))
 

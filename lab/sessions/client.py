@@ -1,19 +1,24 @@
 """A client of servers with OpenAI's interface: streams a reply and notes when its tokens come."""
 import http.client
 import json
+import os
 import time
-from contextlib import closing
+import urllib.request
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
 from config.errors import UserError
 
 BUSY = 429, 503  # asked again after `Retry-After` seconds
 RETRY_S = 1.0    # if the server does not say when
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy is measured
 
 
 class Failed(UserError):
     """The server gave no complete reply."""
+    retry_s: float | None = None  # a busy server may be asked again after so many seconds
 
 
 @dataclass
@@ -29,46 +34,29 @@ class Answer:
 
 
 class Client:
-    """Connections to the server at `url`, one for each request; `/v1` may be left out.
+    """Connections to the server at `url`, one for each request; `/v1` may be left out. The key in
+    OPENAI_API_KEY is sent, if there is one.
 
-    name: of the model; '' = the first that the server names.
+    timeout: seconds for a whole request. name: of the model; '' = the first that the server names.
     Raises:
         UserError: if `url` is not that of a server.
     """
 
-    def __init__(self, url: str, key: str = '', timeout: float = 600.0, name: str = ''):
-        kinds = {'http': http.client.HTTPConnection, 'https': http.client.HTTPSConnection}
-        try:
-            parts = urlsplit(url if '//' in url else f'http://{url}')
-            kind, host, port = kinds[parts.scheme], parts.hostname or '', parts.port
-        except (KeyError, ValueError):
-            host = ''
-        if not host:
+    def __init__(self, url: str, timeout: float = 600.0, name: str = ''):
+        url = (url if '//' in url else f'http://{url}').rstrip('/')
+        if urlsplit(url).scheme not in ('http', 'https'):
             raise UserError(f'url={url!r}: must be like http://127.0.0.1:8000/v1')
-        self._connect = lambda: kind(host, port, timeout=timeout)
-        self.path, self.timeout, self.url = parts.path.rstrip('/') or '/v1', timeout, url
-        self.name = name
-        self.headers = {'Content-Type': 'application/json'}
-        if key:
-            self.headers['Authorization'] = f'Bearer {key}'
+        self.url = url if urlsplit(url).path else f'{url}/v1'
+        self.timeout, self.name = timeout, name
 
     def model(self) -> str:
         """The model to be asked. Raises Failed if the server does not name it."""
+        with self._open('models') as response:
+            data = response.read()
         try:
-            with closing(self._connect()) as connection:
-                connection.request('GET', f'{self.path}/models', headers=self.headers)
-                response = connection.getresponse()
-                data = response.read()
-        except (OSError, http.client.HTTPException) as e:
-            raise Failed(f'{type(e).__name__}: {e}') from e
-        try:
-            names = [each['id'] for each in json.loads(data)['data']]
-            name = self.name or names[0]
+            return self.name or json.loads(data)['data'][0]['id']
         except (ValueError, KeyError, IndexError, TypeError):
-            raise Failed(f'no list of models: {_message(response.status, data)}') from None
-        if name not in names:
-            raise Failed(f'it has no model {name!r}, only {", ".join(names)}')
-        return name
+            raise Failed(f'no list of models: {_message(200, data)}') from None
 
     def ask(self, path: str, document: dict, most_parts: int = 0,
             answer: Answer | None = None) -> Answer:
@@ -81,49 +69,57 @@ class Client:
                 than the timeout.
         """
         answer = answer or Answer(time.perf_counter())
-        body = json.dumps(document | {'stream': True, 'stream_options': {'include_usage': True}})
+        document = document | {'stream': True, 'stream_options': {'include_usage': True}}
         while True:
             try:
-                busy = self._ask(path, body, answer, most_parts)
-            except (OSError, http.client.HTTPException) as e:
-                raise Failed(f'{type(e).__name__}: {e}') from e
-            if busy is None:
+                with self._open(path, document) as response:
+                    self._read(response, answer, most_parts)
                 return answer
-            wait, message = busy
-            if time.perf_counter() + wait > answer.started + self.timeout:
-                raise Failed(f'refused {answer.refused} times: {message}')
-            time.sleep(wait)
-
-    def _ask(self, path, body, answer, most_parts) -> tuple[float, str] | None:
-        """Try once. If the server is busy, returns after how many seconds to try again, and what
-        it says."""
-        with closing(self._connect()) as connection:
-            connection.request('POST', f'{self.path}/{path}', body, self.headers)
-            response = connection.getresponse()
-            if response.status != 200:
-                message = _message(response.status, response.read())
-                if response.status not in BUSY:
-                    raise Failed(message)
+            except Failed as e:
+                if e.retry_s is None:
+                    raise
                 answer.refused += 1
-                return _seconds(response.headers.get('Retry-After')), message
-            for line in response:
-                data = line.removeprefix(b'data:').strip()
-                if data == b'[DONE]' or most_parts and len(answer.stamps) >= most_parts:
-                    return None
-                if line.startswith(b'data:'):
-                    _take(data, answer)
-                if time.perf_counter() > answer.started + self.timeout:
-                    raise Failed(f'not complete after {self.timeout:g} s')
+                if time.perf_counter() + e.retry_s > answer.started + self.timeout:
+                    raise Failed(f'refused {answer.refused} times: {e}') from e
+                time.sleep(e.retry_s)
+
+    @contextmanager
+    def _open(self, path: str, document: dict | None = None):
+        """Yield the response; a connection that breaks while it is read is Failed, too."""
+        headers = {'Content-Type': 'application/json'}
+        if key := os.environ.get('OPENAI_API_KEY'):
+            headers['Authorization'] = f'Bearer {key}'
+        body = None if document is None else json.dumps(document).encode()
+        try:
+            request = urllib.request.Request(f'{self.url}/{path}', body, headers)
+            with OPENER.open(request, timeout=self.timeout) as response:
+                yield response
+        except HTTPError as e:
+            with e:
+                failed = Failed(_message(e.code, e.read()))
+            if e.code in BUSY:
+                wait = e.headers.get('Retry-After') or ''
+                failed.retry_s = float(wait) if wait.isdigit() else RETRY_S
+            raise failed from e
+        except (OSError, http.client.HTTPException) as e:
+            raise Failed(f'{type(e).__name__}: {e}') from e
+
+    def _read(self, response, answer, most_parts) -> None:
+        for line in response:
+            data = line.removeprefix(b'data:').strip()
+            if data == b'[DONE]' or most_parts and len(answer.stamps) >= most_parts:
+                return
+            if line.startswith(b'data:'):
+                _take(data, answer)
+            if time.perf_counter() > answer.started + self.timeout:
+                raise Failed(f'not complete after {self.timeout:g} s')
         raise Failed('the stream ended early')
 
 
 def _take(data: bytes, answer: Answer) -> None:
     """Add one part of a stream."""
-    try:
-        document = json.loads(data)
-    except ValueError:
-        document = None
-    if not isinstance(document, dict) or document.get('error'):
+    document = json.loads(data)
+    if document.get('error'):
         raise Failed(_message(200, data))
     answer.usage = document.get('usage') or answer.usage
     for choice in document.get('choices') or ():
@@ -140,17 +136,4 @@ def _take(data: bytes, answer: Answer) -> None:
 
 
 def _message(status: int, data: bytes) -> str:
-    """What a server says about an error, in OpenAI's document or otherwise."""
-    text = data.decode(errors='replace')
-    try:
-        text = str(json.loads(data)['error']['message'])
-    except (ValueError, KeyError, TypeError):
-        pass
-    return f'status {status}: {text[:300]}'
-
-
-def _seconds(value: str | None) -> float:
-    try:
-        return max(0.0, float(value))
-    except (TypeError, ValueError):  # absent, or a date
-        return RETRY_S
+    return f"status {status}: {data[:300].decode(errors='replace')}"

@@ -48,84 +48,63 @@ def make(name: str, seed: int = 1, **changes) -> Trace:
     preset = Preset(**(asdict(PRESETS[name]) | changes))
     systems = list(preset.systems)
     trace = Trace(name, seed, systems, [], asdict(preset) | {'systems': systems})
-    start = 0.0
+    start, weights = 0.0, 1 / np.arange(1, len(systems) + 1)
     for number in range(preset.sessions):
         rng = np.random.default_rng([seed, 3, number])
         start += rng.exponential(preset.arrival)
-        trace.sessions.append(_User(preset, rng, number, start).session)
+        system = int(rng.choice(len(systems), p=weights / weights.sum())) if systems else -1
+        session = Session(number, system, [])
+        _fill(trace, session, preset, rng, start)
+        trace.sessions.append(session)
     return trace
 
 
-class _User:
-    """Draws one session."""
-
-    def __init__(self, preset: Preset, rng, number: int, start: float):
-        self.preset, self.rng, self.now = preset, rng, start
-        # weights 1, 1/2, 1/3, ...
-        weights = 1 / np.arange(1, len(preset.systems) + 1)
-        system = int(rng.choice(len(weights), p=weights / weights.sum())) if len(weights) else -1
-        self.session = Session(number, system, [])
-        self.ends = [-1]          # last request of each branch
-        self.kind = 'turn'        # of the next request, unless it is another
-        for _ in range(rng.geometric(1 / preset.turns)):
-            self._request()
-
-    def _request(self):
-        p, requests = self.preset, self.session.requests
-        branch = int(self.rng.integers(len(self.ends)))
-        end = self.ends[branch]
-        kind, request = self._draw(end)
-        if self._length(request) > p.longest:
-            kind, request = 'turn', Request(0, -1, self._tokens(p.document or p.message),
-                                            self._tokens(p.reply))
-            request.reply = min(request.reply, p.longest // 4)
-            request.message = min(request.message, p.longest // 2)
-        request.at, request.kind = self.now, kind
+def _fill(trace, session, preset, rng, now):
+    """Draw the requests of a session that begins at `now`."""
+    p, requests = preset, session.requests
+    ends, kind = [-1], 'turn'  # the last request of each branch; the next one's, if it continues
+    for i in range(rng.geometric(1 / p.turns)):
+        branch = int(rng.integers(len(ends)))
+        request = _request(session, p, rng, ends[branch], kind)
         requests.append(request)
-        if kind == 'fork':
-            self.ends.append(len(requests) - 1)
+        if trace.length(session, i) > p.longest:
+            message = min(_tokens(p, rng, p.document or p.message), p.longest // 2)
+            reply = min(_tokens(p, rng, p.reply), p.longest // 4)
+            requests[i] = request = Request(0, -1, message, reply)
+
+        request.at = now
+        if request.kind == 'fork':
+            ends.append(i)
         else:
-            self.ends[branch] = len(requests) - 1
-        self.now += request.reply / p.speed + self._time(p.think)
-        self.kind = 'turn'
-        if self.rng.random() < p.away:
-            self.now += self.rng.exponential(p.absence)
-            self.kind = 'return'
+            ends[branch] = i
+        now += request.reply / p.speed + float(rng.lognormal(np.log(p.think), p.spread))
+        away = rng.random() < p.away
+        now += rng.exponential(p.absence) if away else 0
+        kind = 'return' if away else 'turn'
 
-    def _draw(self, end):
-        """(kind, request without a time) after request `end` or an earlier one."""
-        p, requests = self.preset, self.session.requests
-        message, reply = self._tokens(p.message), self._tokens(p.reply)
-        if end >= 0 and p.document:  # the text again, changed from some place on
-            old = requests[end].message
-            keep = int(self.rng.integers(old))
-            return 'edit', Request(0, -1, max(keep + 1, old + message - p.message), reply,
-                                   like=end, keep=keep)
-        at = self.rng.random()
-        path = self.session.lineage(end)
-        if end < 0 or at >= p.edit + p.regenerate + p.fork:
-            return self.kind, Request(0, end, p.document and self._tokens(p.document) or message,
-                                      reply)
-        back = min(len(path), int(self.rng.geometric(1 / p.back)))
-        old = path[-back]
-        if at < p.edit:
-            keep = int(self.rng.integers(min(message, requests[old].message)))
-            return 'edit', Request(0, requests[old].after, message, reply, like=old, keep=keep)
-        if at < p.edit + p.regenerate:
-            last = requests[end]
-            return 'regenerate', Request(0, last.after, last.message, reply, like=end,
-                                         keep=last.message)
-        return 'fork', Request(0, old, message, reply)
 
-    def _length(self, request):
-        requests = self.session.requests
-        before = self.session.lineage(request.after)
-        system = self.preset.systems[self.session.system] if self.session.system >= 0 else 0
-        return system + request.message + request.reply + sum(
-            requests[i].message + requests[i].reply for i in before)
+def _request(session, p, rng, end, kind) -> Request:
+    """A request after request `end` or an earlier one. kind: if it simply follows that."""
+    requests, path = session.requests, session.lineage(end)
+    message, reply = _tokens(p, rng, p.message), _tokens(p, rng, p.reply)
+    if end >= 0 and p.document:  # the text again, changed from some place on
+        old = requests[end].message
+        keep = int(rng.integers(old))
+        return Request(0, -1, max(keep + 1, old + message - p.message), reply, 'edit', end, keep)
 
-    def _tokens(self, median):
-        return max(1, round(self.rng.lognormal(np.log(median), self.preset.spread)))
+    at = rng.random()
+    if end < 0 or at >= p.edit + p.regenerate + p.fork:
+        return Request(0, end, _tokens(p, rng, p.document) if p.document else message, reply, kind)
 
-    def _time(self, median):
-        return float(self.rng.lognormal(np.log(median), self.preset.spread))
+    old = path[-min(len(path), int(rng.geometric(1 / p.back)))]
+    if at < p.edit:
+        keep = int(rng.integers(min(message, requests[old].message)))
+        return Request(0, requests[old].after, message, reply, 'edit', old, keep)
+    if at < p.edit + p.regenerate:
+        last = requests[end]
+        return Request(0, last.after, last.message, reply, 'regenerate', end, last.message)
+    return Request(0, old, message, reply, 'fork')
+
+
+def _tokens(p, rng, median) -> int:
+    return max(1, round(rng.lognormal(np.log(median), p.spread)))

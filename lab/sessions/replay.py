@@ -3,9 +3,9 @@
 Open loop: requests are sent at the times of the trace, but not before the user has the reply to
 the one before. Closed loop: so many users at once, who do not pause.
 """
-import queue
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -14,17 +14,12 @@ from lab.sessions.client import Answer, Client, Failed
 from lab.sessions.known import Known
 from lab.sessions.trace import Session, Trace
 
-FOLLOWS = 'it follows a request that failed'
-EMPTY = 'the reply is empty'
-NO_IDS = 'the server does not say the ids of its reply: --fields asks it to, or use --prompts=text'
 # a token each with most tokenizers
 WORDS = """the of and to in is that for it as was with be by on not he his but at are this have from
 or had an they which one you were all her she there would their we him been has when who will no
 more if out so up said what its about than into them can only other time new some could these two
 may first then do any like my now over such our man me even most made after also did many off
-before must well back through years where much your way down should because long each just state
-those people too mr how little good world make very year still see own work men day get here old
-life both between being under three never know same last another while us great go come""".split()
+before must well back through years where much your way down should because long each""".split()
 
 
 class TokenPrompts:
@@ -47,9 +42,11 @@ class TokenPrompts:
         return {'prompt': prompt} | self.fields, prompt
 
     def after(self, sequence: list, answer: Answer) -> list:
-        """The sequence of a prompt and its reply. The last token of that was never an input."""
+        """The sequence of a prompt and its reply. The last token of that was never an input.
+        Raises UserError if its ids are not known."""
         if not answer.tokens:
-            raise Failed(NO_IDS if answer.text else EMPTY)
+            raise UserError('the server does not say the ids of its reply: --fields asks it to, or '
+                            'use --prompts=text')
         return sequence + answer.tokens[:-1]
 
     def _tokens(self, numbers: np.ndarray) -> list[int]:
@@ -88,121 +85,97 @@ class Replay:
 
     users: at once, in a closed loop; 0 = open loop. rate: how much faster than in the trace.
     Raises:
-        UserError: if the server does not answer.
+        Failed: if the server does not answer.
     """
 
     def __init__(self, trace: Trace, client: Client, prompts, users: int = 0, rate: float = 1.0):
         self.trace, self.client, self.prompts = trace, client, prompts
         self.users, self.rate = users, rate
         self.known, self.records, self.stopped = Known(), [], threading.Event()
-        self.useless = ''  # why it makes no sense to go on
         self._lock = threading.Lock()
-        try:
-            self.model = client.model()
-        except Failed as e:
-            raise UserError(f'the server does not answer: {e}') from e
-        self.head = {'trace': trace.name, 'seed': trace.seed, 'sessions': len(trace.sessions),
-                     'requests': trace.n_requests, 'model': self.model, 'prompts': prompts.path,
-                     'fields': prompts.fields, 'users': users, 'rate': rate}
+        self.model = client.model()
 
-    def run(self, show=lambda records: None) -> dict:
-        """Replay the trace, calling `show` with the records about four times a second.
+    def run(self, show=lambda n: None) -> dict:
+        """Replay the trace, and call `show` after each request with the number of records.
 
         An interruption (Ctrl-C) ends it. Raises UserError if the server does not say the ids that
         the prompts need."""
         in_order = sorted(self.trace.sessions, key=lambda session: session.requests[0].at)
-        self._clock = time.perf_counter()
-        self._first = in_order[0].requests[0].at
-        sessions = queue.SimpleQueue()
-        for session in in_order:
-            sessions.put(session)
-        threads = [threading.Thread(target=self._user, args=(sessions,), daemon=True)
-                   for _ in range(min(self.users or len(in_order), len(in_order)))]
+        self._clock, self._first = time.perf_counter(), in_order[0].requests[0].at
+        pool = ThreadPoolExecutor(self.users or len(in_order))
         try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                while thread.is_alive() and not self.useless:
-                    show(self.records)
-                    thread.join(0.25)
+            list(pool.map(lambda session: self._session(session, show), in_order))
         finally:
             self.stopped.set()
-        if self.useless:
-            raise UserError(self.useless)
-        show(self.records)
+            pool.shutdown(wait=False, cancel_futures=True)
         return self.summary()
 
-    def _user(self, sessions):
-        while not self.stopped.is_set():
-            try:
-                session = sessions.get_nowait()
-            except queue.Empty:
+    def _session(self, session, show):
+        answers = {}
+        for i, request in enumerate(session.requests):
+            due = self._now() if self.users else (request.at - self._first) / self.rate
+            if self.stopped.wait(max(0.0, due - self._now())):
                 return
-            answers = {}
-            for i, request in enumerate(session.requests):
-                due = self._now() if self.users else (request.at - self._first) / self.rate
-                if self.stopped.wait(max(0.0, due - self._now())):
-                    return
-                record = self._request(session, i, answers)
-                if self.stopped.is_set():  # the server may have been stopped, too
-                    return
-                if record['error'] == NO_IDS:
-                    self.useless = NO_IDS
-                    return
-                with self._lock:
-                    self.records.append(record)
+            record = self._request(session, i, answers)
+            with self._lock:
+                self.records.append(record)
+                show(len(self.records))
 
     def _request(self, session, i, answers) -> dict:
         request = session.requests[i]
         record = {'session': session.number, 'request': i, 'kind': request.kind,
-                  'sent': self._now(), 'refused': 0, 'error': ''}
+                  'sent': self._now(), 'error': ''}
         answer = Answer(time.perf_counter())
         try:
             if any(k not in answers for k in session.lineage(i)[:-1]):
-                raise Failed(FOLLOWS)
+                raise Failed('it follows a request that failed')
             document, sequence = self.prompts.document(session, i, answers)
             with self._lock:
                 new = self.known.unavoidable(sequence)
                 self.known.add(sequence)
             limits = {'model': self.model, 'max_tokens': request.reply, 'temperature': 0}
             self.client.ask(self.prompts.path, limits | document, answer=answer)
-            whole = self.prompts.after(sequence, answer)
             record |= measured(answer, new / len(sequence))
+            whole = self.prompts.after(sequence, answer)
             with self._lock:
                 self.known.add(whole)
             answers[i] = answer
         except Failed as e:
             record['error'] = str(e)
-        except Exception as e:  # a server may send anything
-            record['error'] = f'{type(e).__name__}: {e}'
         return record | {'refused': answer.refused, 'ended': self._now()}
 
     def _now(self) -> float:
         return round(time.perf_counter() - self._clock, 4)
 
     def summary(self) -> dict:
-        """Totals and percentiles. Seconds, from the first request to the end of the last one."""
-        good = [record for record in self.records if not record['error']]
-        errors = [record['error'] for record in self.records if record['error']]
-        counted = all(record['prompt'] for record in good)  # 0: the server reports no usage
+        """Totals and percentiles. Seconds, from the first request to the end of the last one.
+        None: what a server without `usage` and `cached_tokens` does not tell."""
+        records, asked = self.records, {(session.number, i): session.requests[i].reply
+                                        for session, i in self.trace.in_order()}
+        good = [record for record in records if not record['error']]
+        errors = [record['error'] for record in records if record['error']]
+
+        def total(key):
+            return sum(record[key] or 0 for record in good)
+
+        counted = all(record['prompt'] for record in good)
         told = counted and any(record['cached'] is not None for record in good)
-        computed = sum(record['prompt'] - (record['cached'] or 0) for record in good)
-        unavoidable = sum(record['unavoidable'] for record in good)
-        seconds = (max((record['ended'] for record in self.records), default=0.0)
-                   - min((record['sent'] for record in self.records), default=0.0))
-        new = sum(record['reply'] for record in good)
-        sessions = {session.number: session for session in self.trace.sessions}
-        asked = sum(sessions[r['session']].requests[r['request']].reply for r in good)
-        return self.head | {
-            'ended': len(good), 'failed': len(errors),
-            'errors': sorted(set(errors), key=lambda e: (e == FOLLOWS, e))[:5],
-            'refused': sum(r['refused'] for r in self.records),
-            'seconds': seconds, 'reply_tokens': new, 'asked_tokens': asked,
-            'prompt_tokens': sum(record['prompt'] for record in good) if counted else None,
-            'unavoidable': unavoidable if counted else None,
+        computed = total('prompt') - total('cached')
+        seconds = max(r['ended'] for r in records) - min(r['sent'] for r in records)
+        return {
+            'trace': self.trace.name, 'seed': self.trace.seed,
+            'sessions': len(self.trace.sessions), 'requests': self.trace.n_requests,
+            'model': self.model, 'prompts': self.prompts.path, 'fields': self.prompts.fields,
+            'users': self.users, 'rate': self.rate, 'ended': len(good), 'failed': len(errors),
+            'errors': list(dict.fromkeys(errors))[:5],
+            'refused': sum(record['refused'] for record in records),
+            'seconds': seconds, 'reply_tokens': total('reply'),
+            'asked_tokens': sum(asked[r['session'], r['request']] for r in good),
+            'prompt_tokens': total('prompt') if counted else None,
+            'unavoidable': total('unavoidable') if counted else None,
             'computed': computed if told else None,
-            'over_unavoidable': computed / unavoidable if told else None,
-            'tokens_per_second': new / seconds if seconds else 0.0,
+            'over_unavoidable': computed / total('unavoidable') if told else None,
+            'tokens_per_second': total('reply') / seconds,
             'ttft_s': percentiles([record['ttft'] for record in good]),
             'tpot_s': percentiles([record['tpot'] for record in good if record['reply'] > 1]),
             'gap_s': percentiles([gap for record in good for gap in record['gaps']])}
@@ -215,7 +188,7 @@ def measured(answer: Answer, new: float) -> dict:
     between the parts of the stream."""
     stamps, usage = answer.stamps, answer.usage
     if not stamps:
-        raise Failed(EMPTY)
+        raise Failed('the reply is empty')
     reply = len(answer.tokens) or usage.get('completion_tokens') or len(stamps)
     prompt = usage.get('prompt_tokens') or 0
     cached = (usage.get('prompt_tokens_details') or {}).get('cached_tokens')

@@ -3,8 +3,6 @@
 llama.cpp gets a vanilla GPT-2 of the same width and depth, as it does not run ours.
 """
 import contextlib
-import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -28,21 +26,16 @@ from lab.sessions.client import Client, Failed
 from model import GPT
 
 ROOT = Path(__file__).resolve().parents[2]
+CONFIG = 'config/sessions.py'
 ROWS = 16          # requests that run at once
 START_S = 300.0
 MIB = 2 ** 20
 NAME = 'sessions'  # of the model in the API
-SERVERS = 'nanokv', 'vllm', 'llama.cpp'
-# what makes them say token ids, and go on to the length that was asked for
-FIELDS = {'nanokv': {'return_token_ids': True, 'ignore_eos': True},
-          'vllm': {'return_token_ids': True, 'ignore_eos': True},
-          'llama.cpp': {'verbose': True, 'ignore_eos': True}}
 
 
-def build(config: str, longest: int, vanilla: bool = False) -> GPT:
-    """A model with random weights of a config file, for `longest` tokens. UserError: if the config
-    is wrong."""
-    s = configurator.parse('bench', [config], echo=False)
+def build(longest: int, vanilla: bool = False) -> GPT:
+    """A model with random weights of CONFIG, for `longest` tokens."""
+    s = configurator.parse('bench', [str(ROOT / CONFIG)], echo=False)
     shape = {key.name: getattr(s, key.name) for key in MODEL} | {'dropout': 0.0}
     found = GPTConfig(vocab_size=50304, **shape)
     found.block_size = max(found.block_size, longest)
@@ -53,39 +46,58 @@ def build(config: str, longest: int, vanilla: bool = False) -> GPT:
 
 
 @contextlib.contextmanager
-def started(name: str, program: str, config: str, longest: int, kv: int, more: list[str]):
+def started(name: str, program: str, longest: int, kv: int, more: list[str]):
     """Yield (url, process) of a running server, and stop it at the end.
 
-    program: of vLLM, its Python; of llama.cpp, its llama-server. kv: bytes of KV cache, in rows
-    and between requests. longest: tokens of a conversation. more: further arguments.
+    program: of vLLM, its Python; of llama.cpp, its llama-server; '' = the usual one. kv: bytes of
+    KV cache, in rows and between requests. longest: tokens of a conversation. more: further
+    arguments.
     Raises:
-        UserError: if it cannot be started. Its output is in the message.
+        UserError: if the server ends or does not answer. Its output is in the message.
     """
-    port = free_port()
-    program = program or PROGRAMS.get(name, '')
-    if program:
-        found = shutil.which(program)
-        if not found:
-            raise UserError(f'start={name!r}: {program} is not there (--program says where)')
-        program = os.path.abspath(found)  # the server runs in another folder
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        model = build(config, longest, vanilla=name == 'llama.cpp')
-        command = COMMANDS[name](program, model, folder, port, longest, kv) + more
-        print('Starting:', *command, flush=True, file=sys.stderr)
-        log = stack.enter_context(open(folder / 'log', 'w+', encoding='utf-8', errors='replace'))
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
-        stack.callback(stop, process)
-        url = f'http://127.0.0.1:{port}'
-        wait(url, process, log)
-        yield url, process
+    port, (command, usual) = free_port(), SERVERS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        model = build(longest, vanilla=name == 'llama.cpp')
+        arguments = command(program or usual, model, Path(folder), port, longest, kv) + more
+        print('Starting:', *arguments, flush=True, file=sys.stderr)
+        with running(arguments, f'http://127.0.0.1:{port}') as process:
+            yield f'http://127.0.0.1:{port}', process
+
+
+@contextlib.contextmanager
+def running(command: list[str], url: str, **how):
+    """Yield a process when the server in it answers at `url`, and stop it at the end. how: of
+    Popen. Raises UserError with its output, if it does not answer in START_S seconds."""
+    with tempfile.TemporaryFile('w+', encoding='utf-8', errors='replace') as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, **how)
+        try:
+            end = time.monotonic() + START_S
+            while not answers(url):
+                if process.poll() is not None or time.monotonic() > end:
+                    log.seek(0)
+                    raise UserError(f'the server does not answer: {log.read()[-600:]}')
+                time.sleep(0.5)
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def answers(url: str) -> bool:
+    with contextlib.suppress(Failed):
+        return bool(Client(url, timeout=5.0).model())
+    return False
 
 
 def nanokv(_program, model, folder, port, longest, kv):
     export(model, folder)
     rows = min(kv // 4, model.plan.nbytes(ROWS, longest, 'float32'))
-    return [sys.executable, 'serve.py', f'--init_from={folder}', f'--port={port}', '--page=False',
-            '--log_requests=False', f'--model_name={NAME}', f'--parallel={ROWS}',
+    return [sys.executable, str(ROOT / 'serve.py'), f'--init_from={folder}', f'--port={port}',
+            '--page=False', '--log_requests=False', f'--model_name={NAME}', f'--parallel={ROWS}',
             f'--max_seq_len={longest}', f'--kv_budget={rows}', f'--prefix_budget={kv - rows}']
 
 
@@ -100,10 +112,7 @@ def vllm(program, model, folder, port, longest, kv):
 def llama(program, model, folder, port, longest, kv):
     """Half of the bytes, or what one request takes, are for running requests. The rest keeps
     prompts."""
-    try:
-        import gguf
-    except ImportError as e:
-        raise UserError("start='llama.cpp' needs gguf: pip install gguf") from e
+    import gguf  # not in requirements.txt
     write_gguf(gguf, model, folder / 'model.gguf', BPETokenizer())
     cell = model.plan.nbytes(1, 1, 'float16')
     row = -(-longest // CELLS) * CELLS * cell
@@ -115,8 +124,9 @@ def llama(program, model, folder, port, longest, kv):
             '--alias', NAME]
 
 
-COMMANDS = {'nanokv': nanokv, 'vllm': vllm, 'llama.cpp': llama}
-PROGRAMS = {'vllm': str(ROOT / '.venv-vllm' / 'bin' / 'python'), 'llama.cpp': 'llama-server'}
+# the command, and the usual program
+SERVERS = {'nanokv': (nanokv, ''), 'vllm': (vllm, str(ROOT / '.venv-vllm' / 'bin' / 'python')),
+           'llama.cpp': (llama, 'llama-server')}
 
 
 def export(model, folder: Path) -> None:
@@ -130,36 +140,13 @@ def free_port() -> int:
         return sock.getsockname()[1]
 
 
-def wait(url: str, process, log) -> None:
-    """Until the server answers."""
-    key = os.environ.get('OPENAI_API_KEY', '')
-    end, client = time.monotonic() + START_S, Client(url, key, timeout=5.0)
-    while process.poll() is None and time.monotonic() < end:
-        with contextlib.suppress(Failed):
-            client.model()
-            return
-        time.sleep(0.5)
-    log.seek(0)
-    what = f'took over {START_S:.0f} s' if process.poll() is None else 'ended'
-    raise UserError(f'the server {what}: {log.read()[-600:]}')
-
-
-def stop(process) -> None:
-    process.terminate()
-    try:
-        process.wait(30)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
 def resident(process) -> int:
     """Bytes of memory of a process and its children (Linux)."""
     total, waiting = 0, [process.pid]
     while waiting:
         pid = waiting.pop()
-        with contextlib.suppress(OSError, IndexError):
+        with contextlib.suppress(OSError, IndexError):  # it has just ended
             total += 4096 * int(Path(f'/proc/{pid}/statm').read_text().split()[1])
-            for task in Path(f'/proc/{pid}/task').iterdir():
-                waiting += map(int, (task / 'children').read_text().split())
+            for children in Path(f'/proc/{pid}/task').glob('*/children'):
+                waiting += map(int, children.read_text().split())
     return total

@@ -88,11 +88,11 @@ def replay(trace: Trace, plan, kv_dtype: str, page_size: int, budget: int, title
             'evicted': served.store.stats.evicted}
 
 
-def simulate(trace: Trace, plan, kv_dtype: str, page_size: int, shares: list[int]) -> dict:
+def simulate(trace: Trace, plan, shares: list[int], kv_dtype='int8', page_size=64) -> dict:
     """Replay with unlimited memory, and with shares (in percent) of what that takes."""
-    totals, cells, most = unavoidable(trace), [], UNLIMITED
-    for share in [100, *(share for share in shares if share != 100)]:
-        budget = most if share == 100 else cells[0]['most_nbytes'] * share // 100
+    totals, cells = unavoidable(trace), []
+    for share in [100, *shares]:
+        budget = cells[0]['most_nbytes'] * share // 100 if cells else UNLIMITED
         cell = replay(trace, plan, kv_dtype, page_size, budget, f'{trace.name}, {share}%')
         cells.append({'share': share} | cell | {
             'over_unavoidable': cell['computed'] / totals['unavoidable']})

@@ -1,5 +1,7 @@
 """An hour of users, some of whom vanish: is anything lost, does a text change, does memory grow?"""
+import contextlib
 import random
+import sys
 import threading
 import time
 
@@ -8,6 +10,7 @@ import torch
 from config.errors import UserError
 from engine.engine import Engine
 from engine.requests.params import SamplingParams
+from lab.benchmarks.clock import progress
 from lab.benchmarks.generation import same_tokens
 from lab.sessions import servers
 from lab.sessions.client import Answer, Client, Failed
@@ -22,14 +25,14 @@ SAMPLE = 300              # replies that are compared with those of the model al
 
 
 class Vanishing(Client):
-    """A client that now and then hangs up and asks again, and keeps a sample of the replies."""
+    """A client that now and then hangs up and asks again, and keeps all replies."""
 
-    def __init__(self, url: str, key: str, timeout: float, name: str, seed: int):
-        super().__init__(url, key, timeout, name)
-        self.hasty = Client(url, key, SOON_S)
-        self.random, self.lock = random.Random(seed), threading.Lock()
-        self.num_replies = self.num_vanished = 0
-        self.sample: list[tuple[list[int], list[int]]] = []  # (prompt, reply)
+    def __init__(self, url: str, name: str = ''):
+        super().__init__(url, name=name)
+        self.hasty = Client(url, SOON_S)
+        self.random, self.lock = random.Random(1), threading.Lock()
+        self.num_vanished = 0
+        self.replies: list[tuple[list[int], list[int]]] = []  # (prompt, reply)
 
     def ask(self, path, document, most_parts=0, answer=None) -> Answer:
         with self.lock:
@@ -37,48 +40,39 @@ class Vanishing(Client):
             parts = self.random.randint(1, document['max_tokens'])
             self.num_vanished += vanishes
         if vanishes and soon:
-            try:
+            with contextlib.suppress(Failed):
                 self.hasty.ask(path, document)
-            except Failed:
-                pass
         elif vanishes:
             super().ask(path, document, parts)
         found = super().ask(path, document, most_parts, answer)
         if len(found.tokens) != document['max_tokens']:
             raise Failed(f"{len(found.tokens)} of {document['max_tokens']} tokens")
-        with self.lock:  # reservoir sampling
-            self.num_replies += 1
-            k = self.random.randrange(self.num_replies)
-            if len(self.sample) < SAMPLE:
-                self.sample.append((document['prompt'], found.tokens))
-            elif k < SAMPLE:
-                self.sample[k] = document['prompt'], found.tokens
+        with self.lock:
+            self.replies.append((document['prompt'], found.tokens))
         return found
 
 
-def run(client: Vanishing, process, minutes: float, fields, ids, show=lambda seconds: None) -> dict:
+def run(client: Vanishing, process, minutes: float, fields, ids) -> dict:
     """Replay traces with rising seeds in closed loops until `minutes` are over."""
-    start, memory, failed, errors, seed = time.monotonic(), [], 0, set(), 0
-    totals = dict.fromkeys(('requests', 'prompt_tokens', 'computed', 'unavoidable'), 0)
-    while time.monotonic() < start + 60 * minutes:
-        name = list(PRESETS)[seed % len(PRESETS)]
-        trace = make(name, 1_000 + seed, sessions=SESSIONS)
-        seed += 1
+    start, memory, errors, seed = time.monotonic(), [], set(), 0
+    totals = dict.fromkeys(('requests', 'prompt_tokens', 'computed', 'unavoidable', 'failed'), 0)
 
-        def note(_records):
-            seconds = time.monotonic() - start
-            show(seconds)
-            if process and (not memory or seconds > memory[-1][0] + 10):
-                memory.append((round(seconds), servers.resident(process)))
+    def note(_n):
+        seconds = time.monotonic() - start
+        if process and (not memory or seconds > memory[-1][0] + 10):
+            memory.append((round(seconds), servers.resident(process)))
+
+    while time.monotonic() < start + 60 * minutes:
+        trace = make(list(PRESETS)[seed % len(PRESETS)], 1_000 + seed, sessions=SESSIONS)
+        print(f'{(time.monotonic() - start) / 60:.0f} minutes: {trace.name}', file=sys.stderr)
         found = Replay(trace, client, TokenPrompts(trace, ids, fields), USERS).run(note)
-        failed += found['failed']
         errors |= set(found['errors'])
         for key in totals:
             totals[key] += found[key] or 0
+        seed += 1
     return {'minutes': (time.monotonic() - start) / 60, 'traces': seed, 'users': USERS} | totals | {
-        'failed': failed, 'errors': sorted(errors)[:5], 'replies': client.num_replies,
-        'vanished': client.num_vanished, 'memory': memory,
-        'growth': growth(memory)}
+        'errors': sorted(errors)[:5], 'replies': len(client.replies),
+        'vanished': client.num_vanished, 'memory': memory, 'growth': growth(memory)}
 
 
 def growth(memory: list[tuple[float, int]]) -> float | None:
@@ -88,13 +82,13 @@ def growth(memory: list[tuple[float, int]]) -> float | None:
     return max(settled) / settled[0] - 1 if settled else None
 
 
-def compare(sample, config: str, longest: int, show=lambda i: None) -> dict:
-    """The sampled replies beside those of the model alone, one request after the other, without a
+def compare(replies, longest: int) -> dict:
+    """A sample of replies beside those of the model alone, one request after the other, without a
     prefix cache. UserError: if they differ by more than rounding."""
-    model, equal = servers.build(config, longest), 0
+    model, equal = servers.build(longest), 0
     engine = Engine(model, 1, longest)
-    for i, (prompt, reply) in enumerate(sample):
-        show(i)
+    sample = random.Random(1).sample(replies, min(SAMPLE, len(replies)))
+    for prompt, reply in progress(sample, 'texts'):
         [alone] = engine.generate([prompt], SamplingParams(len(reply), temperature=0))
         tensors = (torch.tensor([tokens]) for tokens in (prompt, alone.tokens, reply))
         equal += same_tokens(model, *tensors, 'the server')['rows_equal']

@@ -20,11 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
-from config.errors import UserError, shown
-from config.files import read_bytes
+from config.errors import UserError
 
 FORMAT = 'nanokv sessions 1'
-KINDS = ('turn', 'edit', 'regenerate', 'fork', 'return')
 
 
 @dataclass
@@ -74,15 +72,15 @@ class Trace:
                        for i in range(len(session.requests))),
                       key=lambda pair: pair[0].requests[pair[1]].at)
 
+    def length(self, session: Session, i: int) -> int:
+        """Tokens of a request, with all that it follows and its reply."""
+        system = self.systems[session.system] if session.system >= 0 else 0
+        requests = [session.requests[k] for k in session.lineage(i)]
+        return system + sum(request.message + request.reply for request in requests)
+
     @cached_property
     def longest(self) -> int:
-        """The largest number of tokens of a request and its reply."""
-        def size(session, i):
-            request = session.requests[i]
-            return request.message + request.reply
-        return max((self.systems[session.system] if session.system >= 0 else 0)
-                   + sum(size(session, k) for k in session.lineage(i))
-                   for session, i in self.in_order())
+        return max(self.length(session, i) for session, i in self.in_order())
 
     # -- texts, as numbers from 0 to 2**31 - 1 that a client maps to tokens or words ---------------
 
@@ -120,13 +118,11 @@ class Trace:
     def read(cls, path) -> 'Trace':
         """Raises UserError if the file is no trace."""
         try:
-            head, *lines = map(json.loads, read_bytes(path).decode('utf-8-sig').splitlines())
+            head, *lines = map(json.loads, Path(path).read_text(encoding='utf-8').splitlines())
             if head['format'] != FORMAT:
-                raise ValueError(f'its format is {shown(head["format"])}')
+                raise ValueError('its format is another')
             sessions = [Session(line['session'], line['system'],
                                 [Request(**given) for given in line['requests']]) for line in lines]
-            if not all(session.requests for session in sessions) or not sessions:
-                raise ValueError('a session has no requests')
             return cls(head['name'], head['seed'], head['systems'], sessions,
                        head.get('parameters', {}))
         except (OSError, ValueError, KeyError, TypeError) as e:

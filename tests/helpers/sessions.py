@@ -1,15 +1,13 @@
 """Small traces, and a client of a server that does not exist."""
-import contextlib
 import json
 import threading
 import time
 import zlib
 
 import numpy as np
-import pytest
 
-from lab.sessions.client import Answer, Failed
-from lab.sessions.replay import Replay, TokenPrompts
+from lab.sessions.client import Answer
+from lab.sessions.replay import TokenPrompts
 from lab.sessions.trace import Request, Session, Trace
 
 IDS = 50, 90
@@ -30,13 +28,13 @@ def line(n, at=0.0, every=0.0, message=3, reply=2):
 class Fake:
     """A client of a server whose replies depend on the prompt alone.
 
-    asked: (path, document) of each request. spans: (start, end). most: so many at once.
+    asked: (path, document) of each request. most: so many at once.
     cached: prompt -> tokens of it that the server says it had; None: it does not say.
     gate(number of the request): called in the middle of each, may wait or raise."""
 
     def __init__(self, cached=None, gate=lambda number: None, seconds=0.0):
         self.cached, self.gate, self.seconds = cached, gate, seconds
-        self.asked, self.spans, self.most, self._now, self._lock = [], [], 0, 0, threading.Lock()
+        self.asked, self.most, self._now, self._lock = [], 0, 0, threading.Lock()
 
     def model(self):
         return 'fake'
@@ -55,7 +53,6 @@ class Fake:
         finally:
             with self._lock:
                 self._now -= 1
-                self.spans.append((answer.started, time.perf_counter()))
         return answer
 
     def say(self, answer, document):
@@ -110,36 +107,3 @@ def common(a, b) -> int:
 
 def ids_of(trace, **fields):
     return TokenPrompts(trace, IDS, fields)
-
-
-def settle(before):
-    """Wait until threads that were started since `before` have ended."""
-    for thread in set(threading.enumerate()) - before:
-        thread.join(20)
-        assert not thread.is_alive()
-
-
-@contextlib.contextmanager
-def interrupted(trace, client, **settings):
-    """A replay, interrupted while a request of it waits in the client's gate; let go at the end."""
-    before, go = threading.enumerate(), threading.Event()
-    held, wait_at = threading.Event(), client.gate
-
-    def gate(number):
-        if number == wait_at:
-            held.set()
-            assert go.wait(20)
-            raise Failed('the server is gone')
-    client.gate = gate
-    replay = Replay(trace, client, ids_of(trace), **settings)
-
-    def show(records):
-        if held.is_set():
-            raise KeyboardInterrupt
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            replay.run(show)
-        yield replay
-    finally:
-        go.set()
-        settle(set(before))

@@ -1,6 +1,5 @@
 """The client against servers that follow a script."""
 import json
-import socket
 import threading
 import time
 from dataclasses import dataclass, field
@@ -19,15 +18,14 @@ DONE = '[DONE]'
 
 @dataclass
 class Says:
-    """A response. parts: JSON documents or texts of a stream, or seconds to wait. cut: the
-    connection is closed without the end that chunks need. raw: all of it, instead."""
+    """A response. parts: JSON documents or texts of a stream, or seconds to wait. body: instead of
+    a stream. cut: the connection is closed without the end that chunks need."""
     parts: list = field(default_factory=list)
     status: int = 200
     headers: dict = field(default_factory=dict)
-    body: bytes | None = None  # instead of a stream
+    body: bytes | None = None
     chunked: bool = False
     cut: bool = False
-    raw: bytes = b''
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -42,9 +40,6 @@ class Handler(BaseHTTPRequestHandler):
                                 json.loads(body) if body else None, time.perf_counter()))
         says = server.script.pop(0) if len(server.script) > 1 else server.script[0]
         self.close_connection = True
-        if says.raw:
-            self.wfile.write(says.raw)
-            return
         self.send_response(says.status)
         for name, value in says.headers.items():
             self.send_header(name, value)
@@ -101,12 +96,6 @@ def choice(**fields):
     return {'choices': [{'index': 0} | fields]}
 
 
-def failure(server, **settings) -> str:
-    with pytest.raises(Failed) as raised:
-        Client(server.url, **settings).ask('completions', {'prompt': 'a'})
-    return str(raised.value)
-
-
 # -- replies ---------------------------------------------------------------------------------------
 
 STREAMS = {
@@ -134,26 +123,15 @@ STREAMS = {
 @pytest.mark.parametrize('name', STREAMS)
 def test_parts_of_a_reply(scripted, name, chunked):
     parts, text, tokens, n_stamps = STREAMS[name]
-    server = scripted(Says([*parts, {'choices': [], 'usage': USAGE}, DONE], chunked=chunked))
-    before = time.perf_counter()
+    server = scripted(Says([*parts, {'choices': [], 'usage': USAGE}, {'usage': None}, DONE],
+                           chunked=chunked))
     answer = Client(server.url).ask('completions', {'prompt': 'abc', 'model': 'm'})
     assert (answer.text, answer.tokens, answer.usage) == (text, tokens, USAGE)
     assert len(answer.stamps) == n_stamps and answer.refused == 0
-    times = [before, answer.started, *answer.stamps, time.perf_counter()]
-    assert times == sorted(times)
     [(method, path, headers, document, _)] = server.requests
-    assert (method, path) == ('POST', '/v1/completions')
-    assert headers['Content-Type'] == 'application/json' and 'Authorization' not in headers
+    assert (method, path) == ('POST', '/v1/completions') and 'Authorization' not in headers
     assert document == {'prompt': 'abc', 'model': 'm', 'stream': True,
                         'stream_options': {'include_usage': True}}
-
-
-def test_usage_may_come_with_each_part_or_not_at_all(scripted):
-    parts = [choice(text='a') | {'usage': None}, choice(text='b') | {'usage': {'prompt_tokens': 1}},
-             {'choices': [], 'usage': USAGE}, {'choices': [], 'usage': None}, DONE]
-    assert Client(scripted(Says(parts)).url).ask('completions', {}).usage == USAGE
-    parts = [choice(text='a'), DONE]
-    assert Client(scripted(Says(parts)).url).ask('completions', {}).usage == {}
 
 
 def test_stamps_are_when_parts_come_and_what_follows_the_end_is_left(scripted):
@@ -161,8 +139,8 @@ def test_stamps_are_when_parts_come_and_what_follows_the_end_is_left(scripted):
                             choice(text='c')], chunked=True))
     answer = Client(server.url).ask('completions', {})
     first, second = answer.stamps
-    assert second - first > 0.1 and answer.text == 'ab'
-    assert time.perf_counter() - answer.started < 20
+    assert second - first > 0.1 and answer.text == 'ab' and answer.usage == {}
+    assert answer.started < first and time.perf_counter() - answer.started < 20
 
 
 def test_lines_of_a_stream_that_are_no_data(scripted):
@@ -173,96 +151,49 @@ def test_lines_of_a_stream_that_are_no_data(scripted):
 
 @pytest.mark.parametrize('chunked', [True, False])
 def test_hanging_up_after_so_many_parts(scripted, chunked):
-    endless = [choice(delta={'role': 'assistant', 'content': ''})]
-    endless += [choice(text='a'), 0.005] * 10_000
-    server = scripted(Says(endless, chunked=chunked))
-    client = Client(server.url)
-    answer = client.ask('completions', {}, most_parts=3)
+    server = scripted(Says([choice(text='a'), 0.005] * 10_000, chunked=chunked))
+    answer = Client(server.url).ask('completions', {}, most_parts=3)
     assert answer.text == 'aaa' and len(answer.stamps) == 3
     assert server.left.wait(20), 'the connection stayed open'
 
 
 # -- failures --------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('end', [dict(), dict(chunked=True), dict(chunked=True, cut=True)], ids=str)
-def test_a_stream_that_ends_early(scripted, end):
-    for parts in ([], [choice(text='a'), choice(text='b', finish_reason='length')]):
-        assert failure(scripted(Says(parts, **end)))
+@pytest.mark.parametrize('says, why', [
+    (Says([choice(text='a')]), 'ended early'), (Says([], chunked=True), 'ended early'),
+    (Says([choice(text='a')], chunked=True, cut=True), 'early|Incomplete'),
+    (Says([choice(text='a'), {'error': {'message': 'no room'}}, DONE]), 'no room'),
+    (Says(status=400, body=b'{"error": "max_tokens=0"}'), 'status 400: .*max_tokens=0'),
+    (Says(status=500, body=b'<html>'), 'status 500: <html>'), (Says(body=b'<html>'), 'early'),
+    (Says([30.0]), 'timed out'), (Says([choice(text='a'), 30.0, DONE]), 'timed out'),
+    (Says([choice(text='a'), 0.05] * 1000), 'not complete')], ids=str)
+def test_replies_that_fail(scripted, says, why):
+    server, start = scripted(says), time.perf_counter()
+    with pytest.raises(Failed, match=why):
+        Client(server.url, timeout=0.4).ask('completions', {'prompt': 'a'})
+    assert len(server.requests) == 1 and time.perf_counter() - start < 15
 
 
-@pytest.mark.parametrize('error', [{'message': 'no room'}, 'no room'], ids=str)
-def test_an_error_in_the_stream(scripted, error):
-    server = scripted(Says([choice(text='a'), {'error': error}, choice(text='b'), DONE]))
-    assert 'no room' in failure(server)
-
-
-def test_refused_requests(scripted):
-    error = {'error': {'message': 'max_tokens=0: must be at least 1', 'type': 'x', 'param': None}}
-    for body in (error, {'error': 'max_tokens=0: x'}, {'detail': 'max_tokens=0'}):
-        server = scripted(Says(status=400, body=json.dumps(body).encode()))
-        message = failure(server)
-        assert '400' in message and 'max_tokens=0' in message
-        assert len(server.requests) == 1  # not asked again
-
-
-@pytest.mark.parametrize('says', [
-    Says(['{"choices": ', DONE]), Says(['5', DONE]), Says(['[]', DONE]), Says(['', DONE]),
-    Says(body=b'data: \xff\xfe\n\n'), Says(body=b'{"choices": []}'), Says(body=b'<html>'),
-    Says(raw=b'hello\r\n\r\n'), Says(status=500, body=b'<html>'), Says(status=500, body=b''),
-    Says(status=404, body=b'[]')], ids=str)
-def test_bodies_that_are_not_what_they_should_be(scripted, says):
-    assert failure(scripted(says))
-
-
-def test_nobody_listens():
-    with socket.socket() as sock:
-        sock.bind(('127.0.0.1', 0))
-        url = f'http://127.0.0.1:{sock.getsockname()[1]}'
-    with pytest.raises(Failed, match='refused'):
-        Client(url).ask('completions', {})
-    with pytest.raises(Failed, match='refused'):
-        Client(url).model()
-
-
-@pytest.mark.parametrize('parts', [[30.0], [choice(text='a'), 30.0, DONE]], ids=len)
-def test_a_server_that_does_not_go_on(scripted, parts):
-    start = time.perf_counter()
-    failure(scripted(Says(parts)), timeout=0.2)
-    assert time.perf_counter() - start < 15
-
-
-# -- busy servers ----------------------------------------------------------------------------------
-
-def test_a_busy_server_is_asked_again(scripted):
-    busy = [Says(status=status, headers={'Retry-After': '0.15'}, body=b'{"error": "later"}')
-            for status in (429, 503)]
+def test_a_busy_server_is_asked_again(scripted, monkeypatch):
+    monkeypatch.setattr(clients, 'RETRY_S', 0.1)
+    busy = [Says(status=429, headers={'Retry-After': '1'}), Says(status=503),
+            Says(status=429, headers={'Retry-After': 'Wed, 21 Oct 2026 07:28:00 GMT'})]
     server = scripted(*busy, Says([choice(text='a'), DONE]))
     answer = Client(server.url).ask('completions', {'prompt': 'b'})
-    assert answer.refused == 2 and answer.text == 'a' and len(answer.stamps) == 1
+    assert answer.refused == 3 and answer.text == 'a' and len(answer.stamps) == 1
     came = [request[-1] for request in server.requests]
-    assert len(came) == 3 and all(b - a >= 0.15 for a, b in zip(came, came[1:]))
-    assert answer.started <= came[0] and answer.stamps[0] - answer.started >= 0.3
+    assert came[1] - came[0] >= 1 and all(0.1 <= b - a < 10 for a, b in zip(came[1:], came[2:]))
+    assert answer.started <= came[0] and answer.stamps[0] - answer.started >= 1.2
     assert all(request[3]['prompt'] == 'b' for request in server.requests)
 
 
-@pytest.mark.parametrize('value', [None, 'Wed, 21 Oct 2026 07:28:00 GMT', ''])
-def test_a_busy_server_that_does_not_say_for_how_many_seconds(scripted, value, monkeypatch):
+def test_a_server_that_stays_busy(scripted, monkeypatch):
     monkeypatch.setattr(clients, 'RETRY_S', 0.1)
-    headers = {} if value is None else {'Retry-After': value}
-    server = scripted(Says(status=429, headers=headers), Says([choice(text='a'), DONE]))
-    assert Client(server.url).ask('completions', {}).refused == 1
-    first, second = (request[-1] for request in server.requests)
-    assert 0.1 <= second - first < 10
-
-
-def test_a_server_that_stays_busy(scripted):
-    start = time.perf_counter()
-    server = scripted(Says(status=429, headers={'Retry-After': '0.1'}))
-    assert 'refused' in failure(server, timeout=0.45)
-    assert 2 <= len(server.requests) <= 5
-    server = scripted(Says(status=503, headers={'Retry-After': '1000'}))
-    assert 'refused 1 times' in failure(server)
-    assert len(server.requests) == 1 and time.perf_counter() - start < 15
+    for says, least in (Says(status=429), 2), (Says(status=503, headers={'Retry-After': '9'}), 1):
+        server = scripted(says)
+        with pytest.raises(Failed, match='refused . times: status'):
+            Client(server.url, timeout=0.45).ask('completions', {})
+        assert least <= len(server.requests) <= 5
 
 
 # -- addresses, keys, models -----------------------------------------------------------------------
@@ -271,47 +202,31 @@ MODELS = Says(body=b'{"object": "list", "data": [{"id": "tiny"}, {"id": "other"}
 
 
 @pytest.mark.parametrize('form, base', [
-    ('127.0.0.1:{}', '/v1'), ('http://127.0.0.1:{}', '/v1'), ('http://127.0.0.1:{}/', '/v1'),
-    ('http://127.0.0.1:{}/v1', '/v1'), ('http://127.0.0.1:{}/v1/', '/v1'),
-    ('127.0.0.1:{}/v1', '/v1'), ('http://127.0.0.1:{}/base/v2', '/base/v2'),
-    ('HTTP://LOCALHOST:{}/v1', '/v1')])
-def test_forms_of_an_address(scripted, form, base):
+    ('127.0.0.1:{}', '/v1'), ('http://127.0.0.1:{}/', '/v1'), ('http://127.0.0.1:{}/v1/', '/v1'),
+    ('http://127.0.0.1:{}/base/v2', '/base/v2'), ('HTTP://LOCALHOST:{}/v1', '/v1')])
+def test_forms_of_an_address(scripted, form, base, monkeypatch):
+    monkeypatch.setenv('OPENAI_API_KEY', 'sesame')
     server = scripted(MODELS, Says([choice(text='a'), DONE]))
     client = Client(form.format(server.server_port))
     assert client.model() == 'tiny'
     client.ask('chat/completions', {})
     assert [request[:2] for request in server.requests] == [
         ('GET', f'{base}/models'), ('POST', f'{base}/chat/completions')]
+    assert {request[2]['Authorization'] for request in server.requests} == {'Bearer sesame'}
+    assert Client(client.url, name='other').model() == 'other'
 
 
-@pytest.mark.parametrize('url', [
-    '', '/v1', 'http://', 'http:///v1', 'ftp://127.0.0.1', 'file:///x', '://', '127.0.0.1:port',
-    'http://127.0.0.1:99999', 'http://[::1'])
-def test_addresses_of_no_server(url):
-    with pytest.raises(UserError, match='url='):
-        Client(url)
-
-
-def test_the_key_is_sent(scripted):
-    server = scripted(MODELS, Says([choice(text='a'), DONE]))
-    client = Client(server.url, 'sesame')
-    client.model()
-    client.ask('completions', {})
-    assert [request[2]['Authorization'] for request in server.requests] == ['Bearer sesame'] * 2
-
-
-def test_a_model_that_is_chosen(scripted):
-    two = Says(body=b'{"data": [{"id": "one"}, {"id": "two"}]}')
-    url = scripted(two, two, two).url
-    assert (Client(url).model(), Client(url, name='two').model()) == ('one', 'two')
-    with pytest.raises(Failed, match="no model 'three', only one, two"):
-        Client(url, name='three').model()
+@pytest.mark.parametrize('url, why', [
+    ('ftp://127.0.0.1', 'url='), ('file:///x', 'url='), ('', 'no host'),
+    ('127.0.0.1:port', 'nonnumeric port'), ('127.0.0.1:1', 'refused')])
+def test_addresses_of_no_server(url, why):
+    with pytest.raises(UserError, match=why):
+        Client(url).model()
 
 
 @pytest.mark.parametrize('says, named', [
-    (Says(status=401, body=b'{"error": {"message": "a key is needed"}}'), '401'),
-    (Says(body=b'{"data": []}'), 'no list of models'), (Says(body=b'{"data": [5]}'), 'models'),
-    (Says(body=b'{}'), 'models'), (Says(body=b'<html>'), '<html>')], ids=str)
+    (Says(status=401, body=b'{"error": {"message": "a key is needed"}}'), '401.*a key'),
+    (Says(body=b'{"data": []}'), 'no list of models'), (Says(body=b'<html>'), '<html>')], ids=str)
 def test_servers_that_name_no_model(scripted, says, named):
     with pytest.raises(Failed, match=named):
         Client(scripted(says).url).model()

@@ -1,4 +1,5 @@
 """Replays: what is sent when, what of it had to be computed, and what failures do."""
+import json
 import threading
 
 import pytest
@@ -7,9 +8,10 @@ from config.errors import UserError
 from lab.sessions import __main__ as program
 from lab.sessions.client import Answer, Failed
 from lab.sessions.presets import make
-from lab.sessions.replay import Replay, TextPrompts, TokenPrompts
+from lab.sessions.replay import Replay, TextPrompts, measured, percentiles
 from lab.sessions.trace import Request
 from tests.helpers.sessions import FORKS, Fake, ids_of, line, new_tokens, one_by_one, trace_of
+from tests.serving.conftest import Running
 
 # -- prompts ---------------------------------------------------------------------------------------
 
@@ -32,18 +34,9 @@ def test_prompts_continue_with_the_replies_of_the_server():
     assert found['reply_tokens'] == sum(len(reply) for *_, reply in wanted)
 
 
-def test_ids_of_a_trace_are_in_their_range():
-    trace = trace_of(line(2, message=200), systems=[300])
-    documents = [TokenPrompts(trace, ids, {}).document(trace.sessions[0], 0, {})[0]['prompt']
-                 for ids in ((0, 7), (7, 9), (3, 4))]
-    assert [sorted(set(prompt)) for prompt in documents] == [list(range(7)), [7, 8], [3]]
-    assert all(len(prompt) == 500 for prompt in documents)
-
-
-@pytest.mark.parametrize('seed', [1, 2])
-def test_what_is_unavoidable(seed):
+def test_what_is_unavoidable():
     """A server that keeps everything computes just that; one that keeps nothing, every token."""
-    trace = make('forking', seed, sessions=5, **FORKS)
+    trace = make('forking', 2, sessions=5, **FORKS)
     pairs = [(prompt, reply) for *_, prompt, reply in one_by_one(trace)]
     new, n_prompt = new_tokens(pairs), sum(len(prompt) for prompt, _ in pairs)
     lasts = iter([len(prompt) - n for (prompt, _), n in zip(pairs, new)])
@@ -65,38 +58,6 @@ def test_a_prompt_is_known_while_its_reply_is_not_yet_there():
     assert sorted(record['unavoidable'] for record in replay.records) == [3, 23]
 
 
-def test_conversations_as_text():
-    trace = make('forking', 3, sessions=4, **FORKS)
-    trace.sessions[0].system = -1
-    client = Fake()
-    found = Replay(trace, client, TextPrompts(trace, {'top_k': 3}), users=1).run()
-    assert found['failed'] == 0 and found['ended'] == trace.n_requests
-    asked, said, systems = iter(client.asked), {}, {}
-    for session in sorted(trace.sessions, key=lambda session: session.requests[0].at):
-        for i, request in enumerate(session.requests):
-            path, document = next(asked)
-            messages = document.pop('messages')
-            assert path == 'chat/completions' and document == {
-                'model': 'fake', 'temperature': 0, 'max_tokens': request.reply, 'top_k': 3}
-            if session.system >= 0:
-                system = messages.pop(0)
-                assert system['role'] == 'system'
-                assert system == systems.setdefault(session.system, system)
-                assert len(system['content'].split()) == trace.systems[session.system]
-            assert [m['role'] for m in messages] == (['user', 'assistant'] * len(messages))[
-                :len(messages)] and messages[-1]['role'] == 'user'
-            assert messages[:-1] == said.get((session.number, request.after), [])
-            words = messages[-1]['content'].split()
-            assert len(words) == request.message
-            if request.keep:
-                like = said[session.number, request.like][-2]['content'].split()
-                assert words[:request.keep] == like[:request.keep]
-            answer = Answer(0.0)
-            client.say(answer, {'messages': ([system] if session.system >= 0 else []) + messages,
-                                'max_tokens': request.reply})
-            said[session.number, i] = messages + [{'role': 'assistant', 'content': answer.text}]
-
-
 def test_what_is_unavoidable_is_estimated_from_text():
     trace = trace_of(line(2, message=30, reply=20), line(1, message=30), systems=[40])
     replay = Replay(trace, Fake(), TextPrompts(trace, {}), users=1)
@@ -107,14 +68,6 @@ def test_what_is_unavoidable_is_estimated_from_text():
         assert abs(record['unavoidable'] / record['prompt'] - share) < 0.12
 
 
-def test_a_token_at_least_is_unavoidable_in_a_text():
-    again = Request(1.0, -1, 30, 2, 'regenerate', like=0, keep=30)
-    trace = trace_of([*line(1, message=30), again])
-    replay = Replay(trace, Fake(), TextPrompts(trace, {}), users=1)
-    replay.run()
-    assert all(1 <= record['unavoidable'] <= record['prompt'] for record in replay.records)
-
-
 # -- failures --------------------------------------------------------------------------------------
 
 def test_what_follows_a_failed_request_is_not_sent():
@@ -123,7 +76,7 @@ def test_what_follows_a_failed_request_is_not_sent():
 
     def gate(number):
         if number == 0:
-            raise Failed('then boom')  # sorts behind the consequence
+            raise Failed('then boom')
     client = Fake(gate=gate)
     replay = Replay(trace, client, ids_of(trace), users=1)
     found = replay.run()
@@ -144,7 +97,7 @@ def test_a_server_that_does_not_say_ids():
     replay = Replay(trace, client, ids_of(trace), users=1)
     with pytest.raises(UserError, match='--prompts=text'):
         replay.run()
-    assert len(client.asked) == 1 and not replay.records
+    assert not replay.records
 
 
 def test_an_empty_reply_fails_alone():
@@ -159,52 +112,7 @@ def test_an_empty_reply_fails_alone():
     assert found['errors'][0] == 'the reply is empty'
 
 
-def test_a_server_without_usage():
-    class Silent(Fake):
-        def say(self, answer, document):
-            super().say(answer, document)
-            answer.usage = {}
-    trace = trace_of(line(2))
-    found = Replay(trace, Silent(), ids_of(trace), users=1).run()
-    assert found['prompt_tokens'] is found['unavoidable'] is found['computed'] is None
-    assert found['ended'] == 2
-    program.replay_table(found)
 
-
-def test_replies_that_end_early_are_told():
-    class Short(Fake):
-        def say(self, answer, document):
-            super().say(answer, document)
-            answer.tokens, answer.stamps = answer.tokens[:1], answer.stamps[:1]
-    trace = trace_of(line(2, reply=5))
-    early = Replay(trace, Short(), ids_of(trace), users=1).run()
-    whole = Replay(trace, Fake(), ids_of(trace), users=1).run()
-    assert (early['reply_tokens'], early['asked_tokens']) == (2, 10)
-    assert '2 of the 10 tokens' in program.replay_table(early).title
-    assert whole['asked_tokens'] == 10 and 'asked for' not in program.replay_table(whole).title
-
-
-def test_an_empty_reply_is_a_failure():
-    class Silent(Fake):
-        def say(self, answer, document):
-            pass
-    trace = trace_of(line(1))
-    found = Replay(trace, Silent(), TextPrompts(trace, {}), users=1).run()
-    assert found['ended'] == 0 and found['failed'] == 1
-    assert found['computed'] is None and found['ttft_s'] == {}
-
-
-def test_a_server_that_does_not_say_what_it_had():
-    trace = trace_of(line(3))
-    found = Replay(trace, Fake(), ids_of(trace), users=1).run()
-    assert found['computed'] is None and found['over_unavoidable'] is None
-    assert found['prompt_tokens'] == 3 + 8 + 13 and found['failed'] == 0
-    assert 'not known' in program.replay_table(found).title
-
-
-# -- when requests are sent ------------------------------------------------------------------------
-
-@pytest.mark.parametrize('rate', [1.0, 20.0])
 def test_open_loop(rate):
     """Not before its time, not before the reply before, and not much later than that."""
     trace = trace_of([Request(rate * at, after, 3, 2) for at, after in (
@@ -222,34 +130,191 @@ def test_open_loop(rate):
     assert client.most == 2 and found['rate'] == rate and found['users'] == 0
 
 
-def test_an_open_loop_begins_with_the_first_request():
-    trace = trace_of(line(6, at=30.2, every=0.2), line(1, at=30.0))
-    replay = Replay(trace, Fake(), ids_of(trace))
-    replay.run()
-    sent = [record['sent'] for record in replay.records]
-    assert all(0.2 * i - 0.001 <= at < 0.2 * i + 1.5 for i, at in enumerate(sent))
+# -- conversations as text -------------------------------------------------------------------------
+
+def test_conversations_as_text():
+    trace = make('forking', 3, sessions=4, **FORKS)
+    trace.sessions[0].system = -1
+    client = Fake()
+    found = Replay(trace, client, TextPrompts(trace, {'top_k': 3}), users=1).run()
+    assert found['failed'] == 0 and found['ended'] == trace.n_requests
+    asked, said = iter(client.asked), {}
+    for session in sorted(trace.sessions, key=lambda session: session.requests[0].at):
+        for i, request in enumerate(session.requests):
+            path, document = next(asked)
+            messages = document.pop('messages')
+            assert path == 'chat/completions' and document == {
+                'model': 'fake', 'temperature': 0, 'max_tokens': request.reply, 'top_k': 3}
+            system = [messages.pop(0)] if session.system >= 0 else []
+            assert all(each['role'] == 'system' for each in system)
+            assert messages[:-1] == said.get((session.number, request.after), [])
+            assert messages[-1]['role'] == 'user'
+            words = messages[-1]['content'].split()
+            assert len(words) == request.message
+            if request.keep:
+                like = said[session.number, request.like][-2]['content'].split()
+                assert words[:request.keep] == like[:request.keep]
+            answer = Answer(0.0)
+            client.say(answer, {'messages': system + messages, 'max_tokens': request.reply})
+            said[session.number, i] = messages + [{'role': 'assistant', 'content': answer.text}]
+
+
+# -- when requests are sent ------------------------------------------------------------------------
+
+def test_open_loop():
+    """Not before its time, not before the reply before, and not much later than that."""
+    trace = trace_of([Request(30 + 20 * at, after, 3, 2) for at, after in (
+        (0.0, -1), (0.1, 0), (0.6, 0))], line(2, at=35.0))
+    client = Fake(seconds=0.2)
+    replay = Replay(trace, client, ids_of(trace), rate=20.0)
+    found = replay.run()
+    sent = {(r['session'], r['request']): r['sent'] for r in replay.records}
+    ended = {(r['session'], r['request']): r['ended'] for r in replay.records}
+    for session in trace.sessions:
+        for i, request in enumerate(session.requests):
+            due = max((request.at - 30) / 20, ended.get((session.number, i - 1), 0.0))
+            assert due - 0.001 <= sent[session.number, i] < due + 1.5
+    assert found['seconds'] == pytest.approx(max(ended.values()) - min(sent.values()))
+    assert client.most == 2 and found['rate'] == 20 and found['users'] == 0
 
 
 def test_closed_loop():
-    """As many users as asked for, never more, and no pauses."""
+    """As many users as asked for, never more, and no pauses. Records are shown as they come."""
     trace = trace_of(*(line(2, at=500 * k, every=100) for k in range(7)))
-    together = threading.Barrier(3)
+    together, counts = threading.Barrier(3), []
 
     def gate(number):
         if number < 3:
             together.wait(20)
     client = Fake(gate=gate, seconds=0.01)
     replay = Replay(trace, client, ids_of(trace), users=3)
-    found = replay.run()
+    found = replay.run(counts.append)
     assert client.most == 3 and found['ended'] == 14 and found['seconds'] < 10
+    assert counts == [*range(1, 15)]
     for session in trace.sessions:
         first, second = [r for r in replay.records if r['session'] == session.number]
         assert first['request'] == 0 and first['ended'] <= second['sent']
-    assert Replay(trace_of(line(1)), Fake(), ids_of(trace), users=50).run()['ended'] == 1
 
 
-def test_records_are_shown_as_they_come():
-    trace, counts = trace_of(line(4)), []
-    Replay(trace, Fake(seconds=0.15), ids_of(trace), users=1).run(
-        lambda records: counts.append(len(records)))
-    assert counts == sorted(counts) and counts[-1] == 4 and len(set(counts)) > 2
+# -- numbers ---------------------------------------------------------------------------------------
+
+def test_what_is_measured_of_a_reply():
+    answer = Answer(10.0, [1, 2, 3, 4, 5], 'abc', [10.5, 10.7, 11.1],
+                    {'prompt_tokens': 40, 'completion_tokens': 6,
+                     'prompt_tokens_details': {'cached_tokens': 30}}, refused=2)
+    found = measured(answer, 0.25)
+    assert found == {'prompt': 40, 'reply': 5, 'cached': 30, 'unavoidable': 10,
+                     'ttft': pytest.approx(0.5), 'tpot': pytest.approx(0.15),
+                     'gaps': pytest.approx([0.2, 0.4])}
+    answer.tokens, answer.usage['prompt_tokens_details'] = [], None
+    found = measured(answer, 1.0)
+    assert (found['reply'], found['cached'], found['unavoidable']) == (6, None, 40)
+    answer.usage = {}
+    found = measured(answer, 1.0)
+    assert (found['reply'], found['prompt'], found['cached']) == (3, 0, None)
+    assert found['tpot'] == pytest.approx(0.3)
+    with pytest.raises(Failed):
+        measured(Answer(10.0), 1.0)
+
+
+def test_percentiles():
+    assert percentiles(list(range(101))[::-1]) == {'p50': 50, 'p95': 95, 'p99': 99, 'max': 100}
+    assert percentiles([0.5]) == dict.fromkeys(('p50', 'p95', 'p99', 'max'), 0.5)
+    assert percentiles([]) == {}
+
+
+def test_a_summary():
+    """Of three replies, one of them shorter than asked for, and a failure. Only some say what was
+    cached."""
+    parts = [([0.5, 0.7, 1.1], 2, {'cached_tokens': 2}), ([0.1], 3, {'cached_tokens': 0}),
+             ([0.2, 0.4], 0, None)]
+
+    class Made(Fake):
+        def say(self, answer, document):
+            stamps, answer.refused, details = parts[len(self.asked) - 1]
+            answer.tokens = list(range(len(stamps)))
+            answer.stamps = [answer.started + stamp for stamp in stamps]
+            answer.usage = {'prompt_tokens': len(document['prompt']),
+                            'prompt_tokens_details': details}
+
+    def gate(number):
+        if number == 3:
+            raise Failed('boom')
+    trace = trace_of(*(line(1, at=k, message=4, reply=3) for k in range(4)))
+    replay = Replay(trace, Made(gate=gate, seconds=0.02), ids_of(trace), users=1)
+    found = replay.run()
+    assert found['unavoidable'] == sum(record['unavoidable'] for record in replay.records[:3])
+    assert (found['prompt_tokens'], found['computed'], found['reply_tokens']) == (12, 10, 6)
+    assert found['over_unavoidable'] == 10 / found['unavoidable']
+    assert (found['ended'], found['failed'], found['errors']) == (3, 1, ['boom'])
+    assert found['refused'] == 5 and 0.08 <= found['seconds'] < 10
+    assert found['ttft_s']['p50'] == pytest.approx(0.2) and found['ttft_s']['max'] == 0.5
+    assert found['tpot_s'] == pytest.approx({'p50': 0.25, 'p95': 0.295, 'p99': 0.299, 'max': 0.3})
+    assert found['gap_s']['p50'] == pytest.approx(0.2)
+    assert found['tokens_per_second'] == pytest.approx(6 / found['seconds'])
+    text = program.replay_table(found).title
+    assert '3 of 4 requests' in text and '1 failed' in text and 'boom' in text
+    assert '6 of the 9 tokens' in text
+
+
+@pytest.mark.parametrize('usage', [{}, {'prompt_tokens': 3}], ids=str)
+def test_a_server_that_does_not_say_what_it_computed(usage):
+    class Silent(Fake):
+        def say(self, answer, document):
+            super().say(answer, document)
+            answer.usage = usage
+    trace = trace_of(line(2))
+    found = Replay(trace, Silent(), ids_of(trace), users=1).run()
+    assert found['computed'] is found['over_unavoidable'] is None and found['ended'] == 2
+    assert found['prompt_tokens'] == (6 if usage else None)
+    assert 'not known' in program.replay_table(found).title
+
+
+# -- the program, and our own server ---------------------------------------------------------------
+
+@pytest.fixture
+def server():
+    made = Running()
+    yield made
+    made.stop()
+
+
+def test_our_server_computes_what_it_must(tmp_path, capsys, server):
+    """Its window is as large as a block of the prefix cache, so that it can go on from any token;
+    and no part of its store is evicted."""
+    trace = make('forking', 3, sessions=3, turns=8.0, message=5, reply=4, systems=(11,), longest=56)
+    trace.write(tmp_path / 't')
+    program.main(['replay', f'{tmp_path / "t"}', f'--url=127.0.0.1:{server.port}', '--ids=0:23',
+                  '--users=1', f'--save={tmp_path / "f.json"}', f'--records={tmp_path / "r"}'])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    records = [*map(json.loads, (tmp_path / 'r').read_text().splitlines())]
+    lengths = {(s.number, i): r.reply for s in trace.sessions for i, r in enumerate(s.requests)}
+    assert {(r['session'], r['request']): r['reply'] for r in records} == lengths
+    assert (found['failed'], found['ended'], found['model']) == (0, trace.n_requests, 'tiny')
+    assert found['over_unavoidable'] == 1.0 and 0 < found['computed'] < found['prompt_tokens']
+    assert found == json.loads((tmp_path / 'f.json').read_text())
+
+
+def test_a_replay_with_failures_ends_with_status_1(tmp_path, capsys, server):
+    trace_of(line(2, message=70)).write(tmp_path / 't')  # longer than the server takes
+    with pytest.raises(SystemExit) as raised:
+        program.main(['replay', f'{tmp_path / "t"}', f'--url=127.0.0.1:{server.port}',
+                      '--ids=0:23', '--users=1'])
+    assert raised.value.code == 1
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found['failed'] == 2 and any('70 tokens' in error for error in found['errors'])
+
+
+@pytest.mark.parametrize('arg', ['--ids=5:5', '--ids=5', '--fields=x'])
+def test_wrong_arguments(arg, capsys):
+    with pytest.raises(SystemExit):
+        program.main(['replay', 't', '--url=http://127.0.0.1:1', arg])
+    assert arg.partition('=')[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('command', [['replay', 't'], ['stall'], ['soak']], ids=str)
+def test_a_server_that_is_not_there(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trace_of(line(1)).write('t')
+    with pytest.raises(UserError, match='refused'):
+        program.main([*command, '--url=http://127.0.0.1:1'])
