@@ -23,17 +23,17 @@ CORE_TOKENS = 15_500
 # The largest number of lines of Python in each room. A change that makes a room smaller lowers its
 # number. These are the sizes of today; the aim is 24,000 lines without tests, 22,500 of tests.
 BUDGETS = {
-    'train.py sample.py chat.py serve.py ablate.py bench.py': 1_035,
-    'lab/': 7_384,
+    'train.py sample.py chat.py serve.py ablate.py bench.py': 1_033,
+    'lab/': 6_945,
     'serving/': 1_478,
     'interop/': 2_001,
-    'training/': 4_127,
+    'training/': 3_913,
     'engine/': 5_220,
     'attention/kernels/': 815,
     'kv/': 1_667,  # without the core
     'data/': 2_699,
     'config/ configurator.py': 1_975,
-    'tests/': 30_655,
+    'tests/': 30_161,
 }
 house = pytest.mark.house
 
