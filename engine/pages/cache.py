@@ -11,7 +11,6 @@ import torch
 
 from attention.cached import cached_attention, kernel_takes
 from config.errors import UserError
-from engine.pages.attention import PageList, page_entries, paged_attention
 from engine.pages.table import PageTable
 from kv.cache import KVCache, Step, on_device, select_rows, slice_tokens
 from kv.plan import GLOBAL, KVPlan, Layer, Slot
@@ -76,7 +75,6 @@ class PagedKVCache(KVCache):
     def __init__(self, plan: KVPlan, batch_size: int, max_seq_len: int, n_pages: int,
                  page_size: int = PAGE_SIZE, **kinds):
         self.table = PageTable(batch_size, n_pages, page_size)
-        self._listed = None, None  # page list of the last decode step, which most steps reuse
         super().__init__(plan, batch_size, max_seq_len, **kinds)
 
     def _new_store(self, slot: Slot) -> KVStore:
@@ -107,7 +105,7 @@ class PagedKVCache(KVCache):
 
     def begin(self, t: int, lens=None, rows=None) -> Step:
         step = super().begin(t, lens, rows)
-        self._places = self._where = None  # set by the first global layer for all of them
+        self._places = self._block_table = None  # set by the first global layer for all of them
         return step
 
     def _make_room(self, step: Step) -> None:
@@ -162,20 +160,16 @@ class PagedKVCache(KVCache):
         if not isinstance(store, PagedStore):
             return super()._attend(layer, q, appended, sink)
 
-        by_table = self._by_table(step)
-        if not step.uniform and kernel_takes(q, store.tensors[0], sink):
-            by_table = True  # plain torch would attend to first chunks row by row
-        if step.t > 1 and not by_table:
+        # plain torch would attend to first chunks row by row
+        by_kernel = not step.uniform and kernel_takes(q, store.tensors[0], sink)
+        if step.t > 1 and not by_kernel and not self._by_table(step):
             return super()._attend(layer, q, appended, sink)
 
-        if by_table:
-            self._where = self._where or self._table_of(step)
-            table, kv_lens = self._where
-            if q.size(2) < step.t:
-                kv_lens = on_device(step.ends, self.device)
-            return table_attention(q, store.tensors, table, kv_lens, sink)
-        self._where = self._where or self._page_list(step)
-        return paged_attention(q, store.tensors, self._where, sink)
+        self._block_table = self._block_table or self._table_of(step)
+        table, kv_lens = self._block_table
+        if q.size(2) < step.t:
+            kv_lens = on_device(step.ends, self.device)
+        return table_attention(q, store.tensors, table, kv_lens, sink)
 
     def _table_of(self, step):
         """Block table (B, n) int32 of the step, padded with -1, and the number of keys in each row,
@@ -185,19 +179,6 @@ class PagedKVCache(KVCache):
         table = [row + [-1] * (width - len(row)) for row in rows]
         kv_lens = [start + step.t for start in step.starts]
         return on_device(table, self.device, torch.int32), on_device(kv_lens, self.device)
-
-    def _page_list(self, step: Step) -> PageList:
-        """The page list of a one-token step."""
-        rows = [row if n else None for row, n in zip(step.rows, step.lens)]  # None: output unused
-        key = self.table.version, rows
-        if self._listed[0] != key:
-            entries, runs = page_entries(self.table, rows)
-            with torch.inference_mode(False):  # also reused by steps with gradients
-                entries = on_device(entries, self.device)
-                self._listed = key, (entries.view(-1, 3).unbind(1), runs)
-        (ids, of_row, first), runs = self._listed[1]
-        kv_lens = on_device(step.ends + [0], self.device)
-        return PageList(ids, of_row, first, kv_lens, runs)
 
     def reset(self, rows=None) -> None:
         """Empty rows and free their pages, except shared pages."""

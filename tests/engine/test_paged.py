@@ -74,8 +74,7 @@ def test_paged_equals_contiguous_in_any_dtype_and_chunking(data, config, page_si
 
 
 def test_a_step_with_gradients_after_one_under_inference_mode():
-    """The list of pages is kept from step to step, and tensors made in inference mode cannot be
-    part of an autograd graph."""
+    """Tensors made in inference mode cannot be part of an autograd graph."""
     model, idx = random_model(STACK), tokens(2, 12)
     cache = model.new_cache(2, 20, cache_class=PagedKVCache, n_pages=20, page_size=8)
     with torch.inference_mode():
