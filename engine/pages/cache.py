@@ -22,10 +22,6 @@ PAGE_SIZE = 64
 class PagedStore(KVStore):
     """The pool of a global slot: (n_pages, Hkv, page_size, D) of K and of V."""
 
-    def __init__(self, table: PageTable, *args):
-        super().__init__(*args)
-        self.table = table
-
     def write_chunk(self, new, pages, places) -> None:
         """Write encoded K, V (rows, Hkv, t, D) to the given pages and offsets, (rows * t,) each."""
         tokens = [x.transpose(1, 2).flatten(0, 1)[:, :, None] for x in new]  # (rows * t, Hkv, 1, D)
@@ -81,8 +77,7 @@ class PagedKVCache(KVCache):
         if slot.kind != GLOBAL:
             return super()._new_store(slot)
         shape = self.table.n_pages, slot.n_kv_head, self.table.page_size, slot.head_dim
-        return PagedStore(self.table, *shape, self.torch_dtype, self.compute_dtype, self.device,
-                          slot.tied)
+        return PagedStore(*shape, self.torch_dtype, self.compute_dtype, self.device, slot.tied)
 
     @property
     def pools(self) -> list[PagedStore]:
