@@ -119,8 +119,8 @@ def sample_seed(seed: int, k: int) -> int:
 
 def unknown(what: str, name, allowed: list[str]) -> str:
     """The message for a key or field of a JSON object that is not one of `allowed`."""
-    near = difflib.get_close_matches(str(name)[:60], allowed, n=3)
-    guess = f', did you mean {" or ".join(map(repr, near))}?' if near else ''
+    near = difflib.get_close_matches(str(name)[:60], allowed, n=1)
+    guess = f', did you mean {near[0]!r}?' if near else ''
     return f'unknown {what} {shown(name)}{guess} (allowed are {", ".join(allowed)})'
 
 
