@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from engine.pages.cache import PagedKVCache, PagedStore, table_attention
-from engine.pages.table import OutOfPages, PageTable, page_nbytes, rows_nbytes
+from engine.pages.table import OutOfPages, page_nbytes, rows_nbytes
 from engine.steps.static import put
 from kv.plan import KV_DTYPES, plan_kv
 from tests.helpers.models import (
@@ -180,8 +180,7 @@ def test_a_model_without_global_layers_needs_no_pages():
 
 def test_a_token_that_goes_nowhere_leaves_a_page_that_another_writes_to_alone():
     """Rows not in the step have page -1, which indexes the last page, or a page that they share."""
-    table, cpu = PageTable(1, 4, 2), torch.device('cpu')
-    store = PagedStore(table, 4, 1, 2, 3, torch.float32, torch.float32, cpu)
+    store = PagedStore(4, 1, 2, 3, torch.float32, torch.float32, torch.device('cpu'))
     k = torch.arange(1.0, 10).view(3, 1, 1, 3)
     put(store, torch.tensor([-1, 3, 3]), torch.tensor([-1, 0, -1]), (k, -k))
     for x, wanted in zip(store.tensors, (k[1], -k[1])):
@@ -244,9 +243,3 @@ def test_fill_beyond_the_pool_is_an_error_that_a_reset_mends():
     run.reset(0, 1)
     run.step([13, 5])
     run.step([1, 1])
-
-
-@pytest.mark.parametrize('paging', [dict(n_pages=-1), dict(n_pages=4, page_size=0)])
-def test_a_pool_of_nothing_is_refused(paging):
-    with pytest.raises(UserError, match='n_pages=.*page_size=.*at least 1'):
-        random_model(STACK).new_cache(2, 20, cache_class=PagedKVCache, **paging)
