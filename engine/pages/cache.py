@@ -27,11 +27,6 @@ class PagedStore(KVStore):
         tokens = [x.transpose(1, 2).flatten(0, 1)[:, :, None] for x in new]  # (rows * t, Hkv, 1, D)
         self.scatter(pages, places, tokens)
 
-    def gather(self, ids, n: int):
-        """Stored K, V at the first n positions of rows with pages `ids` (rows, pages); a copy."""
-        copies = [_in_order(x[ids])[:, :, :n] for x in self.distinct(self.tensors)]
-        return tuple(x for x in copies for _ in range(1 + self.tied))
-
 
 def table_attention(q, pool, table, kv_lens, sink=None):
     """Attention of new tokens over the pages of their rows: with the Triton kernel, which reads
@@ -45,7 +40,8 @@ def table_attention(q, pool, table, kv_lens, sink=None):
         return stored_attention(q, *pool, kv_lens=kv_lens, table=table)
     missing = (table < 0)[:, :, None, None, None]
     at = table.clamp(min=0).long()
-    copies = {id(x): _in_order(x[at].masked_fill(missing, 0)) for x in pool}  # K may be V
+    # (B, n, Hkv, page_size, D) -> (B, Hkv, n * page_size, D); K may be V
+    copies = {id(x): x[at].masked_fill(missing, 0).transpose(1, 2).flatten(2, 3) for x in pool}
     return cached_attention(q, *(copies[id(x)] for x in pool), kv_lens=kv_lens, sink=sink)
 
 
@@ -53,11 +49,6 @@ def copy_row(store: KVStore, source: int, target: int) -> None:
     """Copy row (or page) `source` of a store to `target`."""
     for x in store.distinct(store.tensors):
         x[target] = x[source]
-
-
-def _in_order(pages):
-    """(B, n, Hkv, page_size, D) -> (B, Hkv, n * page_size, D)."""
-    return pages.transpose(1, 2).flatten(2, 3)
 
 
 class PagedKVCache(KVCache):
@@ -108,9 +99,8 @@ class PagedKVCache(KVCache):
         self._take_pages([job for job in jobs if job[1] < job[2]])
 
     def _by_table(self, step: Step) -> bool:
-        """Whether to use the Triton kernel with a block table (on CUDA, unless all rows start at
-        position 0 and attend only to the chunk itself)."""
-        return self.device.type == 'cuda' and max(step.starts) > 0
+        """Whether rows attend to more than the chunk itself."""
+        return step.t == 1 or max(step.starts) > 0
 
     def _append(self, store: KVStore, new):
         step = self._step
@@ -121,24 +111,19 @@ class PagedKVCache(KVCache):
             active, pages, places = self._places
             return store.scatter(pages, places, select_rows(new, active))
         seen, self._places = [], self._places or self._chunk_places(step)
-        for (batch, n, _, start), (pages, places, ids) in zip(step.chunks, self._places):
-            chunk = slice_tokens(new, batch, n)
-            store.write_chunk(chunk, pages, places)
-            seen.append(chunk if ids is None else store.gather(ids, start + n))
+        for (batch, n, *_), (pages, places) in zip(step.chunks, self._places):
+            seen.append(slice_tokens(new, batch, n))
+            store.write_chunk(seen[-1], pages, places)
         return seen
 
     def _chunk_places(self, step):
-        """For each chunk: page and offset of each token, row by row; and the pages of its rows,
-        (rows, pages), if its queries attend to a contiguous copy of them."""
+        """For each chunk: page and offset of each token, row by row."""
         size, found = self.table.page_size, []
         for batch, n, _, start in step.chunks:
             rows = [self.table.rows[row] for row in step.rows[batch]]
             places = [(pages[position // size], position % size)
                       for pages in rows for position in range(start, start + n)]
-            n_pages, ids = self.table.pages_for(start + n), None
-            if start and not self._by_table(step):
-                ids = on_device([pages[:n_pages] for pages in rows], self.device)
-            found.append((*on_device(places, self.device).T, ids))
+            found.append(on_device(places, self.device).T)
         return found
 
     def _places_of(self, step):
@@ -157,7 +142,7 @@ class PagedKVCache(KVCache):
 
         # plain torch would attend to first chunks row by row
         by_kernel = not step.uniform and kernel_takes(q, store.tensors[0], sink)
-        if step.t > 1 and not by_kernel and not self._by_table(step):
+        if not by_kernel and not self._by_table(step):
             return super()._attend(layer, q, appended, sink)
 
         self._block_table = self._block_table or self._table_of(step)
@@ -169,10 +154,10 @@ class PagedKVCache(KVCache):
     def _table_of(self, step):
         """Block table (B, n) int32 of the step, padded with -1, and the number of keys in each row,
         including padding, (B,)."""
-        rows = [self.table.rows[row] for row in step.rows]
-        width = max(1, *map(len, rows))
-        table = [row + [-1] * (width - len(row)) for row in rows]
         kv_lens = [start + step.t for start in step.starts]
+        width = self.table.pages_for(max(kv_lens))
+        rows = [self.table.rows[row][:width] for row in step.rows]
+        table = [row + [-1] * (width - len(row)) for row in rows]
         return on_device(table, self.device, torch.int32), on_device(kv_lens, self.device)
 
     def reset(self, rows=None) -> None:
