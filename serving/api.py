@@ -1,13 +1,13 @@
 """Parse OpenAI's request documents. No HTTP or torch."""
 import contextlib
-import difflib
 import secrets
 import time
 from dataclasses import dataclass, field, replace
 
 from config.errors import UserError
 from engine.text.dialogue import Dialogue, Template
-from engine.requests.params import MAX_LOGPROBS, SamplingParams, present, sample_seed, shown, whole
+from engine.requests.params import (
+    MAX_LOGPROBS, SamplingParams, present, sample_seed, shown, unknown, whole)
 from serving.errors import ApiError
 
 MAX_CHOICES = 128  # per request, as in OpenAI's API
@@ -118,10 +118,7 @@ def _fields(document, table, unsupported, service) -> dict:
             raise _invalid(f'{name}={shown(value)} is not supported: leave it out, or give '
                            f'{allowed}', name, 'unsupported_value')
         if name not in known and name not in unsupported and name not in IGNORED:
-            near = difflib.get_close_matches(name[:60], known, n=1)
-            hint = f', did you mean {near[0]!r}?' if near else ''
-            raise _invalid(f'unknown field {shown(name)}{hint} '
-                           f'(known are {", ".join(sorted(known))})', name[:60], 'unknown_field')
+            raise _invalid(unknown('field', name, sorted(known)), name[:60], 'unknown_field')
     fields = {name: value for name, value in given.items() if name in known}
     for name, value in fields.items():
         fields[name] = _checked(name, value, table.get(name), name)

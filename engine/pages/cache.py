@@ -11,7 +11,6 @@ import torch
 
 from attention.cached import cached_attention, kernel_takes
 from config.errors import UserError
-from engine.pages.attention import PageList, page_entries, paged_attention
 from engine.pages.table import PageTable
 from kv.cache import KVCache, Step, on_device, select_rows, slice_tokens
 from kv.plan import GLOBAL, KVPlan, Layer, Slot
@@ -23,19 +22,10 @@ PAGE_SIZE = 64
 class PagedStore(KVStore):
     """The pool of a global slot: (n_pages, Hkv, page_size, D) of K and of V."""
 
-    def __init__(self, table: PageTable, *args):
-        super().__init__(*args)
-        self.table = table
-
     def write_chunk(self, new, pages, places) -> None:
         """Write encoded K, V (rows, Hkv, t, D) to the given pages and offsets, (rows * t,) each."""
         tokens = [x.transpose(1, 2).flatten(0, 1)[:, :, None] for x in new]  # (rows * t, Hkv, 1, D)
         self.scatter(pages, places, tokens)
-
-    def gather(self, ids, n: int):
-        """Stored K, V at the first n positions of rows with pages `ids` (rows, pages); a copy."""
-        copies = [_in_order(x[ids])[:, :, :n] for x in self.distinct(self.tensors)]
-        return tuple(x for x in copies for _ in range(1 + self.tied))
 
 
 def table_attention(q, pool, table, kv_lens, sink=None):
@@ -50,7 +40,8 @@ def table_attention(q, pool, table, kv_lens, sink=None):
         return stored_attention(q, *pool, kv_lens=kv_lens, table=table)
     missing = (table < 0)[:, :, None, None, None]
     at = table.clamp(min=0).long()
-    copies = {id(x): _in_order(x[at].masked_fill(missing, 0)) for x in pool}  # K may be V
+    # (B, n, Hkv, page_size, D) -> (B, Hkv, n * page_size, D); K may be V
+    copies = {id(x): x[at].masked_fill(missing, 0).transpose(1, 2).flatten(2, 3) for x in pool}
     return cached_attention(q, *(copies[id(x)] for x in pool), kv_lens=kv_lens, sink=sink)
 
 
@@ -58,11 +49,6 @@ def copy_row(store: KVStore, source: int, target: int) -> None:
     """Copy row (or page) `source` of a store to `target`."""
     for x in store.distinct(store.tensors):
         x[target] = x[source]
-
-
-def _in_order(pages):
-    """(B, n, Hkv, page_size, D) -> (B, Hkv, n * page_size, D)."""
-    return pages.transpose(1, 2).flatten(2, 3)
 
 
 class PagedKVCache(KVCache):
@@ -76,15 +62,13 @@ class PagedKVCache(KVCache):
     def __init__(self, plan: KVPlan, batch_size: int, max_seq_len: int, n_pages: int,
                  page_size: int = PAGE_SIZE, **kinds):
         self.table = PageTable(batch_size, n_pages, page_size)
-        self._listed = None, None  # page list of the last decode step, which most steps reuse
         super().__init__(plan, batch_size, max_seq_len, **kinds)
 
     def _new_store(self, slot: Slot) -> KVStore:
         if slot.kind != GLOBAL:
             return super()._new_store(slot)
         shape = self.table.n_pages, slot.n_kv_head, self.table.page_size, slot.head_dim
-        return PagedStore(self.table, *shape, self.torch_dtype, self.compute_dtype, self.device,
-                          slot.tied)
+        return PagedStore(*shape, self.torch_dtype, self.compute_dtype, self.device, slot.tied)
 
     @property
     def pools(self) -> list[PagedStore]:
@@ -107,7 +91,7 @@ class PagedKVCache(KVCache):
 
     def begin(self, t: int, lens=None, rows=None) -> Step:
         step = super().begin(t, lens, rows)
-        self._places = self._where = None  # set by the first global layer for all of them
+        self._places = self._block_table = None  # set by the first global layer for all of them
         return step
 
     def _make_room(self, step: Step) -> None:
@@ -115,9 +99,8 @@ class PagedKVCache(KVCache):
         self._take_pages([job for job in jobs if job[1] < job[2]])
 
     def _by_table(self, step: Step) -> bool:
-        """Whether to use the Triton kernel with a block table (on CUDA, unless all rows start at
-        position 0 and attend only to the chunk itself)."""
-        return self.device.type == 'cuda' and max(step.starts) > 0
+        """Whether rows attend to more than the chunk itself."""
+        return step.t == 1 or max(step.starts) > 0
 
     def _append(self, store: KVStore, new):
         step = self._step
@@ -128,24 +111,19 @@ class PagedKVCache(KVCache):
             active, pages, places = self._places
             return store.scatter(pages, places, select_rows(new, active))
         seen, self._places = [], self._places or self._chunk_places(step)
-        for (batch, n, _, start), (pages, places, ids) in zip(step.chunks, self._places):
-            chunk = slice_tokens(new, batch, n)
-            store.write_chunk(chunk, pages, places)
-            seen.append(chunk if ids is None else store.gather(ids, start + n))
+        for (batch, n, *_), (pages, places) in zip(step.chunks, self._places):
+            seen.append(slice_tokens(new, batch, n))
+            store.write_chunk(seen[-1], pages, places)
         return seen
 
     def _chunk_places(self, step):
-        """For each chunk: page and offset of each token, row by row; and the pages of its rows,
-        (rows, pages), if its queries attend to a contiguous copy of them."""
+        """For each chunk: page and offset of each token, row by row."""
         size, found = self.table.page_size, []
         for batch, n, _, start in step.chunks:
             rows = [self.table.rows[row] for row in step.rows[batch]]
             places = [(pages[position // size], position % size)
                       for pages in rows for position in range(start, start + n)]
-            n_pages, ids = self.table.pages_for(start + n), None
-            if start and not self._by_table(step):
-                ids = on_device([pages[:n_pages] for pages in rows], self.device)
-            found.append((*on_device(places, self.device).T, ids))
+            found.append(on_device(places, self.device).T)
         return found
 
     def _places_of(self, step):
@@ -162,42 +140,25 @@ class PagedKVCache(KVCache):
         if not isinstance(store, PagedStore):
             return super()._attend(layer, q, appended, sink)
 
-        by_table = self._by_table(step)
-        if not step.uniform and kernel_takes(q, store.tensors[0], sink):
-            by_table = True  # plain torch would attend to first chunks row by row
-        if step.t > 1 and not by_table:
+        # plain torch would attend to first chunks row by row
+        by_kernel = not step.uniform and kernel_takes(q, store.tensors[0], sink)
+        if not by_kernel and not self._by_table(step):
             return super()._attend(layer, q, appended, sink)
 
-        if by_table:
-            self._where = self._where or self._table_of(step)
-            table, kv_lens = self._where
-            if q.size(2) < step.t:
-                kv_lens = on_device(step.ends, self.device)
-            return table_attention(q, store.tensors, table, kv_lens, sink)
-        self._where = self._where or self._page_list(step)
-        return paged_attention(q, store.tensors, self._where, sink)
+        self._block_table = self._block_table or self._table_of(step)
+        table, kv_lens = self._block_table
+        if q.size(2) < step.t:
+            kv_lens = on_device(step.ends, self.device)
+        return table_attention(q, store.tensors, table, kv_lens, sink)
 
     def _table_of(self, step):
         """Block table (B, n) int32 of the step, padded with -1, and the number of keys in each row,
         including padding, (B,)."""
-        rows = [self.table.rows[row] for row in step.rows]
-        width = max(1, *map(len, rows))
-        table = [row + [-1] * (width - len(row)) for row in rows]
         kv_lens = [start + step.t for start in step.starts]
+        width = self.table.pages_for(max(kv_lens))
+        rows = [self.table.rows[row][:width] for row in step.rows]
+        table = [row + [-1] * (width - len(row)) for row in rows]
         return on_device(table, self.device, torch.int32), on_device(kv_lens, self.device)
-
-    def _page_list(self, step: Step) -> PageList:
-        """The page list of a one-token step."""
-        rows = [row if n else None for row, n in zip(step.rows, step.lens)]  # None: output unused
-        key = self.table.version, rows
-        if self._listed[0] != key:
-            entries, runs = page_entries(self.table, rows)
-            with torch.inference_mode(False):  # also reused by steps with gradients
-                entries = on_device(entries, self.device)
-                self._listed = key, (entries.view(-1, 3).unbind(1), runs)
-        (ids, of_row, first), runs = self._listed[1]
-        kv_lens = on_device(step.ends + [0], self.device)
-        return PageList(ids, of_row, first, kv_lens, runs)
 
     def reset(self, rows=None) -> None:
         """Empty rows and free their pages, except shared pages."""

@@ -15,6 +15,7 @@ from kv.slots import RingStore
 
 # bytes of the Python objects of a block, excluding buffers and tokens (from sys.getsizeof)
 OVERHEAD = 900
+CANDIDATES = 8  # neighbours tried for the part of a text that is no complete block
 
 
 def allocated_nbytes(buffer: torch.Tensor | None) -> int:
@@ -52,18 +53,15 @@ class Children(dict):
         super().__delitem__(tokens)
         del self.order[bisect.bisect_left(self.order, tokens)]
 
-    def nearest(self, tokens: bytes):
-        """Yield (number of common leading tokens, block), most first; only those with some."""
+    def nearest(self, tokens: bytes) -> list:
+        """[(number of common leading tokens, block)] of those with some, at most CANDIDATES, most
+        first."""
         right = bisect.bisect_left(self.order, tokens)
-        left, order = right - 1, self.order
-        while True:
-            before = common_tokens(order[left], tokens) if left >= 0 else 0
-            after = common_tokens(order[right], tokens) if right < len(order) else 0
-            if not (before or after):
-                return
-            i = left if before >= after else right
-            yield max(before, after), self[order[i]]
-            left, right = (left - 1, right) if i == left else (left, right + 1)
+        near = self.order[max(0, right - CANDIDATES):right][::-1]
+        near += self.order[right:right + CANDIDATES]
+        found = [(common_tokens(other, tokens), self[other]) for other in near]
+        found = [(n, block) for n, block in found if n]
+        return sorted(found, key=lambda each: -each[0])[:CANDIDATES]
 
 
 class Block:

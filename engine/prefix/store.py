@@ -13,13 +13,9 @@ kept at the ends of blocks.) *Anchors* are the positions where a request ended o
 Sources: prefix trees with LRU leaves (RadixAttention, Zheng et al. 2023), paged caches with hashed
 blocks (vLLM), caching between turns (Character.AI, "Optimizing AI Inference", 2024).
 """
-import itertools
-
 from engine.prefix.blocks import Block, Hit, allocated_nbytes, packed
 from engine.pages.table import OutOfPages
 from engine.prefix.tree import BlockTree
-
-CANDIDATES = 8  # blocks tried for the part of a text that is no complete block
 
 
 class PrefixStore(BlockTree):
@@ -31,34 +27,43 @@ class PrefixStore(BlockTree):
 
         disk: also read blocks from disk; memory may exceed the budget until `restore`. salt: only
         what requests with the same salt computed is found (as vLLM's cache_salt)."""
-        path, block, n_before = [], self.root(salt), len(self.blocks)  # (block, tokens in common)
-        for piece in self._pieces(tokens[:-1]):
-            parent, complete = block, len(piece) == 4 * self.size
-            block = parent.children.get(piece) if complete else None
-            if block is None and disk and self.disk:
-                block = self._from_disk(parent, piece)
-            if block is None or block.n < self.size:
-                path += self._nearest(parent, piece)
-                break
-            path.append((block, self.size))
-        if len(self.blocks) > n_before:
-            # the first block last, i.e. as most recently used: all others need it
-            self.disk.touch([block.key for block, _ in reversed(path)])
+        root, disk = self.root(salt), self.disk if disk else None
+        path = self._walk(root, tokens[:-1], disk)
         n_matched = sum(n for _, n in path)
+
         while path:
-            if disk and self.disk:
+            if disk:
                 self._local_from_disk(*path[-1])
             if self._resumable(*path[-1]):
                 break
             path.pop()
+
         length = sum(n for _, n in path)
         part = path.pop()[0] if length % self.size else None
-        return Hit(self.root(salt), [block for block, _ in path], part, length, n_matched)
+        return Hit(root, [block for block, _ in path], part, length, n_matched)
+
+    def _walk(self, block, tokens, disk) -> list[tuple[Block, int]]:
+        """[(block, leading tokens in common)] below `block`; only the last may have fewer than a
+        page."""
+        path, n_before = [], len(self.blocks)
+        for piece in self._pieces(tokens):
+            child = block.children.get(piece) if len(piece) == 4 * self.size else None
+            if child is None and disk:
+                child = self._from_disk(block, piece)
+            if child is None or child.n < self.size:
+                path += self._nearest(block, piece)
+                break
+            path.append((child, self.size))
+            block = child
+        if len(self.blocks) > n_before:
+            # the first block last, i.e. as most recently used: all others need it
+            disk.touch([block.key for block, _ in reversed(path)])
+        return path
 
     def _nearest(self, parent, piece) -> list[tuple[Block, int]]:
         """[(child with the most leading tokens of `piece`, how many)], if possible one that a row
         can resume in; [] = there is none."""
-        found = list(itertools.islice(parent.children.nearest(piece), CANDIDATES))
+        found = parent.children.nearest(piece)
         usable = [(n, block) for n, block in found if self._resumable(block, n)]
         return [(block, n) for n, block in (usable or found)[:1]]
 
@@ -172,9 +177,8 @@ class PrefixStore(BlockTree):
         n = self.cache.length(row) - last_block.end
         if n:
             [piece] = self._pieces(tokens[last_block.end:last_block.end + n])
-            inside = [block for common, block in itertools.islice(
-                last_block.children.nearest(piece), CANDIDATES)
-                if common == n and self._resumable(block, n)]
+            inside = [block for common, block in last_block.children.nearest(piece)
+                      if common == n and self._resumable(block, n)]
             same = last_block.children.get(piece)  # without the local part or state it once had
             block = inside[0] if inside else same or Block(piece, last_block)
             if not inside:
@@ -204,8 +208,7 @@ class PrefixStore(BlockTree):
     def _take_over(self, block) -> None:
         """Move anchors of its siblings to it where both have the same tokens, as the siblings will
         be evicted first, and remove those that it makes superfluous."""
-        for n, other in list(itertools.islice(block.parent.children.nearest(block.tokens),
-                                              CANDIDATES)):
+        for n, other in block.parent.children.nearest(block.tokens):
             if other is block:
                 continue
             for offset in list(other.anchors):

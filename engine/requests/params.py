@@ -72,10 +72,7 @@ class SamplingParams:
         given = present(given)
         for key in given:
             if key not in allowed:
-                near = difflib.get_close_matches(str(key), allowed, n=3)
-                guess = f', did you mean {" or ".join(map(repr, near))}?' * bool(near)
-                raise UserError(f'unknown key {shown(key)}{guess} '
-                                f'(allowed are {", ".join(allowed)})')
+                raise UserError(unknown('key', key, allowed))
         params = replace(defaults or cls(), **given)
         if len(params.stop) > MAX_STOPS and 'stop' in given:
             raise UserError(f'stop={shown(params.stop)}: {len(params.stop)} texts, at most '
@@ -118,6 +115,13 @@ def sample_seed(seed: int, k: int) -> int:
     """The seed of sample k of a run: `seed` itself for k = 0, otherwise a hash of both."""
     mixed = np.random.SeedSequence((seed % 2 ** 64, k)).generate_state(2).view(np.uint64)[0]
     return seed if k == 0 else int(mixed >> 1)
+
+
+def unknown(what: str, name, allowed: list[str]) -> str:
+    """The message for a key or field of a JSON object that is not one of `allowed`."""
+    near = difflib.get_close_matches(str(name)[:60], allowed, n=1)
+    guess = f', did you mean {near[0]!r}?' if near else ''
+    return f'unknown {what} {shown(name)}{guess} (allowed are {", ".join(allowed)})'
 
 
 def present(given: dict) -> dict:

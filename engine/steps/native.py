@@ -49,11 +49,6 @@ def _agrees(model: GPT, cache: KVCache) -> bool:
     return agrees(model, cache, functools.partial(NativeDecode, model), 1e-3 if exact else 0.1)
 
 
-def supports(model: GPT, cache: KVCache) -> bool:
-    """Whether the extension can decode with this model and cache."""
-    return runs_here(model, cache) and not unsupported(model, cache)
-
-
 def runs_here(model: GPT, cache: KVCache) -> bool:
     """Whether the model is on a CPU, with weights in a form that the extension reads."""
     return (model.device.type == 'cpu' and type(cache) in (KVCache, PagedKVCache)

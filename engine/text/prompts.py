@@ -93,7 +93,7 @@ def _read(path: str, where: str) -> str:
 def _json_object(line: str) -> dict:
     try:
         given = encodable(json.loads(line, object_pairs_hook=_unique_keys,
-                                     parse_constant=_no_constant, parse_float=_finite))
+                                     parse_constant=_finite, parse_float=_finite))
     except UserError:
         raise
     except (ValueError, RecursionError) as e:
@@ -131,11 +131,7 @@ def _unique_keys(pairs):
     return dict(pairs)
 
 
-def _no_constant(text: str):
-    raise UserError(f'{text} is not a number that JSON has')
-
-
 def _finite(text: str) -> float:
     if not math.isfinite(float(text)):
-        raise UserError(f'{shown(text)} is too large for a number')
+        raise UserError(f'{shown(text)} is not a finite number')
     return float(text)

@@ -1,5 +1,4 @@
 """Prepare a model's weights for inference: quantize or compile them."""
-import torch
 from torch import nn
 
 from config.errors import UserError
@@ -20,7 +19,10 @@ def quantize_weights(model, weight_dtype: str, int4_group: int = INT4_GROUP) -> 
     widths = sorted({m.in_features for m in model.transformer.h.modules()
                      if isinstance(m, nn.Linear)})
     if weight_dtype == 'int8':
-        check_cuda_widths(model.device, widths)
+        odd = [width for width in widths if width % CUDA_MULTIPLE]
+        if model.device.type == 'cuda' and odd:
+            raise UserError(f"weight_dtype='int8': on CUDA the width of every matrix must be a "
+                            f'multiple of {CUDA_MULTIPLE}, and one is {odd[0]} wide')
         quantize(model, Int8Linear)
     elif weight_dtype == 'int4':
         for width in widths:
@@ -28,14 +30,6 @@ def quantize_weights(model, weight_dtype: str, int4_group: int = INT4_GROUP) -> 
                 raise UserError(f'int4_group={int4_group}: must be a multiple of 8 that divides '
                                 f'the width of every matrix, and one is {width} wide')
         quantize(model, lambda linear: Int4Linear(linear, int4_group))
-
-
-def check_cuda_widths(device: torch.device, widths: list[int]) -> None:
-    """Raise UserError if int8 weights of these widths cannot be multiplied on this device."""
-    odd = [width for width in widths if width % CUDA_MULTIPLE]
-    if device.type == 'cuda' and odd:
-        raise UserError(f"weight_dtype='int8': on CUDA the width of every matrix must be a "
-                        f'multiple of {CUDA_MULTIPLE}, and one is {odd[0]} wide')
 
 
 def weights_dtype(model) -> str:

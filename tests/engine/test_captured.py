@@ -64,8 +64,7 @@ def run(model, kv_dtype, paged, how, n_steps):
 
 
 @pytest.mark.parametrize('how, device', HOW)
-@pytest.mark.parametrize('paged', [False, True], ids=['contiguous', 'paged'])
-@pytest.mark.parametrize('kv_dtype', ['float32', 'int8'])
+@pytest.mark.parametrize('kv_dtype, paged', [('float32', False), ('int8', True)])
 @pytest.mark.parametrize('name', MODELS)
 @torch.inference_mode()
 def test_gives_what_an_ordinary_step_gives(name, kv_dtype, paged, how, device):
@@ -79,8 +78,7 @@ def test_gives_what_an_ordinary_step_gives(name, kv_dtype, paged, how, device):
 
 
 @pytest.mark.parametrize('device', ['cpu', pytest.param('cuda', marks=pytest.mark.gpu)])
-@pytest.mark.parametrize('paged', [False, True], ids=['contiguous', 'paged'])
-@pytest.mark.parametrize('kv_dtype', ['float32', 'int4'])
+@pytest.mark.parametrize('kv_dtype, paged', [('float32', True), ('int4', False)])
 @pytest.mark.parametrize('name', MECHANISMS)
 @torch.inference_mode()
 def test_gives_what_an_ordinary_step_gives_with_each_mechanism(name, kv_dtype, paged, device):
@@ -183,9 +181,9 @@ def test_a_generation_draws_the_same_tokens(everywhere):
     assert torch.equal(torch.cat(list(plain), dim=1), torch.cat(list(captured), dim=1))
 
 
-@pytest.mark.parametrize('restricted', [dict(), dict(top_k=4), dict(repetition_penalty=1.4),
-                                        dict(logprobs=1)], ids=str)
-@pytest.mark.parametrize('asynchronous', [False, True])
+@pytest.mark.parametrize('restricted, asynchronous', [
+    ({}, False), ({}, True), (dict(top_k=4), True), (dict(repetition_penalty=1.4), False),
+    (dict(repetition_penalty=1.4), True), (dict(logprobs=1), True)], ids=str)
 def test_the_engine_gives_the_same_texts(everywhere, monkeypatch, restricted, asynchronous):
     """Some requests are greedy. Restricted ones are sampled outside of the step, with all others.
     """

@@ -187,9 +187,9 @@ POINTS = ['model.GPT.forward', 'model.Block.forward', 'engine.engine.sample_rows
 @pytest.mark.parametrize('kind, error, budget, asynchronous', [
     ('full stack', KeyboardInterrupt, 0, False), ('unshared', KeyboardInterrupt, 10, False),
     ('vanilla', MemoryError, 10, False), ('full stack', KeyboardInterrupt, 10, True)])
-@pytest.mark.parametrize('before', [True, False], ids=['before', 'after'])
-@pytest.mark.parametrize('at', [1, 5, *(pytest.param(at, marks=pytest.mark.slow)
-                                        for at in (2, 8, 21))])
+@pytest.mark.parametrize('at, before', [(1, True), (5, False), *(
+    pytest.param(*when, marks=pytest.mark.slow)
+    for when in ((1, False), (2, True), (5, True), (8, False), (21, True)))])
 @pytest.mark.parametrize('name', POINTS)
 def test_a_step_may_fail_anywhere_and_loses_and_repeats_nothing(monkeypatch, name, at, before, kind,
                                                                 error, budget, asynchronous):

@@ -11,11 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attention.backends import INTERPRETING, triton_enabled
 from config.gpt_config import GPTConfig
 from engine import native
-from engine.engine import Engine
 from engine.steps.fused import FusedBlock, fuse
 from engine.weights.linear import speed_up_few_rows
 from engine.pages.cache import PagedKVCache
-from engine.requests.params import SamplingParams
 from engine.weights.quantized import Int8Linear
 from engine.steps.static import StaticCache
 from engine.weights.quantize import quantize_weights
@@ -135,25 +133,6 @@ def test_many_rows_are_left_to_torch():
     assert not kernel.takes(torch.zeros(1, 8), type('Other', (torch.nn.Linear,), {})(8, 8))
     linear.weight = torch.nn.Parameter(torch.zeros(8, 8).T)
     assert not kernel.takes(torch.zeros(1, 8), linear)
-
-
-def test_the_engine_uses_the_kernel(monkeypatch):
-    if not INTERPRETING:
-        pytest.skip('interpreted where there is no GPU')
-    monkeypatch.setattr('engine.steps.captured.suits_capture', lambda model: True)
-    calls, kernel_of = [], kernel.fused_linear
-    monkeypatch.setattr(kernel, 'fused_linear', lambda *args, **kwargs: (
-        calls.append(args), kernel_of(*args, **kwargs))[1])
-    model = random_model(GPTConfig(**FULL_STACK), torch.float32)
-    engine = Engine(model, 2, 20, kv_dtype='float32')
-    with triton_enabled(True):
-        [found] = engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=3, temperature=0.0))
-    assert len(calls) >= 2 * 4 * len(model.transformer.h)
-    cache = model.new_cache(1, 20)
-    idx = torch.tensor([[1, 2, 3, *found.tokens]])
-    with torch.inference_mode():
-        logits = model(idx, cache=cache, all_logits=True)[0][0]
-    assert logits[2:-1].argmax(-1).tolist() == found.tokens
 
 
 class Launches(TorchDispatchMode):

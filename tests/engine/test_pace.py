@@ -110,11 +110,6 @@ def test_a_paced_step_has_one_pass_that_ends_where_rows_can_resume(monkeypatch):
     assert ends[0] == ends[1] and ends[0][-1] == 50
 
 
-def test_without_a_slowdown_chunks_do_not_depend_on_time():
-    engine = Engine(model_of('full stack'), 2, 60)
-    assert engine.pace is None and engine.scheduler.pace is None
-
-
 def test_a_short_prompt_passes_a_long_one():
     s = Simulation(batch_size=3, max_seq_len=40, n_pages=40, prefill_chunk=4)
     s.add(24, 2)

@@ -210,9 +210,3 @@ TestPages.settings = settings(max_examples=150, stateful_step_count=30)
 def test_a_table_of_nothing_is_refused(sizes):
     with pytest.raises(UserError, match='n_rows=.*n_pages=.*page_size='):
         PageTable(*sizes)
-
-
-@pytest.mark.parametrize('page_size, n_tokens, n_pages',
-                         [(4, 0, 0), (4, 1, 1), (4, 4, 1), (4, 5, 2), (1, 3, 3), (64, 64, 1)])
-def test_pages_for(page_size, n_tokens, n_pages):
-    assert PageTable(1, 1, page_size).pages_for(n_tokens) == n_pages

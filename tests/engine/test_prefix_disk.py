@@ -50,8 +50,9 @@ def files(folder):
     return sorted(Path(folder).rglob('*.safetensors'))
 
 
-@pytest.mark.parametrize('kind', [*KINDS, 'offset keys', 'offset keys, all global', 'latents'])
-@pytest.mark.parametrize('kv_dtype', ['auto', 'int8'])
+@pytest.mark.parametrize('kind, kv_dtype', [
+    *((kind, 'auto') for kind in (*KINDS, 'offset keys', 'offset keys, all global', 'latents')),
+    ('full stack', 'int8'), ('latents', 'int8')])
 def test_after_a_restart_the_past_is_there(tmp_path, kind, kv_dtype):
     settings = dict(model=model_of(kind), kv_dtype=kv_dtype)
     stored(tmp_path, **settings)

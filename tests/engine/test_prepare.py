@@ -17,7 +17,7 @@ from tests.helpers.without_gpu import pretend
 pretend()
 import json, random, sys
 import torch
-import engine.steps.captured, engine.pages.cache
+import engine.steps.captured
 from attention.kernels import decode, qkv
 from config.gpt_config import GPTConfig
 from engine.steps import fused_linear
@@ -30,7 +30,6 @@ from tests.helpers.models import FULL_STACK, random_model
 engine.steps.captured.suits_capture = lambda model: True
 # kernels that run nothing give other logits
 engine.steps.captured._agrees = lambda *args, **how: True
-engine.pages.cache.PagedKVCache._by_table = lambda self, step: max(step.starts) > 0
 decode._n_processors = lambda device: 132
 compiled = set()
 

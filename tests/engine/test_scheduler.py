@@ -238,8 +238,3 @@ def test_clients_start_in_turn():
     s.scheduler.preempt(second[0])
     s.step()
     assert second[0] in s.scheduler.running
-
-
-def test_a_chunk_of_nothing_is_refused():
-    with pytest.raises(UserError, match='prefill_chunk=0'):
-        Simulation(prefill_chunk=0)

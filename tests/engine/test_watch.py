@@ -54,7 +54,7 @@ def test_cells_of_several_positions_show_the_newest():
 
 
 @pytest.mark.parametrize('plan', [SMALL, VANILLA], ids=['small', 'vanilla'])
-@pytest.mark.parametrize('width', range(40, 201, 8))
+@pytest.mark.parametrize('width', [40, 56, 64, 80, 120, 200])
 def test_every_frame_fits_and_shows_every_slot(plan, width):
     for max_seq_len, length in ((501, 0), (501, 150), (501, 500), (100_000, 99_999)):
         shown = lines(plan, width, 23, length, '日本 wide\n' * 40 + 'x' * 500, max_seq_len)
