@@ -383,3 +383,12 @@ def test_an_error_of_the_compiler_is_named(unbuilt, monkeypatch, capsys):
     (native.HERE / 'decode.cpp').write_text('#error "this cannot be"\n')
     assert native.library() is None
     assert 'this cannot be' in capsys.readouterr().err
+
+
+def test_a_relative_cache_folder_is_ignored(unbuilt, monkeypatch):
+    """It could come with a download."""
+    monkeypatch.chdir(unbuilt)
+    monkeypatch.setenv('XDG_CACHE_HOME', '.')
+    monkeypatch.setenv('HOME', str(unbuilt / 'home'))
+    monkeypatch.setattr(native, '_compile', lambda compiler, path: 0)
+    assert native._compiled().is_relative_to(unbuilt / 'home')

@@ -8,9 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from config.gpt_config import GPTConfig
+from engine.engine import Engine
 from engine.requests.params import SamplingParams
 from engine.requests.sampler import (
     SampleRow, _penalised, _weights, draw_plain, sample_rows, uniforms)
+from tests.helpers.models import FULL_STACK, random_model
 
 params = st.builds(SamplingParams, temperature=st.sampled_from([0, 0.3, 1.0, 1.7]),
                    top_k=st.integers(0, 12), top_p=st.one_of(st.just(1.0), st.floats(0.05, 0.99)),
@@ -270,3 +273,23 @@ def test_hugging_faces_processors_give_the_same_distributions(temperature, top_k
             probs = probabilities(logits, [SampleRow(SamplingParams(**ours), seen)])
             assert torch.equal(probs > 0, theirs > -math.inf)
             torch.testing.assert_close(probs, theirs.softmax(-1), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize('asynchronous', [False, True])
+def test_a_decode_step_of_the_engine_waits_once_for_the_device(waits, asynchronous):
+    model = random_model(GPTConfig(**FULL_STACK), torch.float32)
+    engine = Engine(model, 4, 30, asynchronous=asynchronous)
+
+    class Decode:
+        def __call__(self, tokens, lens=None):
+            engine.cache.begin(1, lens, range(len(tokens)))
+            engine.cache.commit()
+            return torch.ones(len(tokens), model.config.vocab_size)
+    engine.fast_decode = Decode()
+    for k in range(4):
+        params = SamplingParams(max_new_tokens=20, temperature=k % 2, seed=k)
+        engine.submit([1, 2], params)
+    for _ in range(3):  # prompts; the first tokens
+        engine.step()
+    waits.clear()
+    assert len(engine.step()) == 4 and waits == ['tolist']
