@@ -25,75 +25,89 @@ from kv.plan import plan_kv
 from kv.report import REPORTED_DTYPES, account
 from kv.svg import plan_svg
 
-VLLM = 'page_size', 'step_tokens'
+OF_OTHERS = 'like', 'page_size', 'step_tokens'
 
 
 def main(argv=None):
-    from kv.console import output, print_table
-    from kv.tables import dtype_table, print_report
     argv = sys.argv[1:] if argv is None else argv
     paths = positional(argv)
     others = [arg for arg in paths if is_config_of_others(arg)]
-    if others:
-        describe(others, argv)
-        return
-    saved = [arg for arg in paths if arg.endswith('.pt') or Path(arg).is_dir()]
+    saved = others or [arg for arg in paths if arg.endswith('.pt') or Path(arg).is_dir()]
     if len(saved) > 1:
-        raise UserError(f"one run at a time, not {' and '.join(saved)}")
+        raise UserError(f"one model at a time, not {' and '.join(saved)}")
     rest = [arg for arg in argv if arg not in saved]
     s = configurator.parse('kv', rest, usage=__doc__, echo=False)
-    config = saved_config(Path(saved[0])) if saved else GPTConfig(vocab_size=vocabulary(s))
+    s.budget_bytes = parse_bytes(s.budget) if s.budget else 0
+    if others:
+        describe(others[0], s)
+    else:
+        describe_plan(saved_config(Path(saved[0])) if saved else None, s)
+
+
+def describe_plan(config: GPTConfig | None, s) -> None:
+    """Print the report of a model of ours. config: of a checkpoint, which settings may change."""
+    from kv.console import WHOLE, output, print_table
+    from kv.tables import dtype_table, print_report
     given = {key.name: getattr(s, key.name) for key in MODEL if key.name in s.given}
-    config = dataclasses.replace(config, **given)
-    plan, max_seq_len = plan_kv(config), s.max_seq_len or config.block_size
-    for name, value in (('max_seq_len', max_seq_len), ('batch', s.batch)):
+    config = dataclasses.replace(config or GPTConfig(vocab_size=vocabulary(s)), **given)
+    plan, T = plan_kv(config), s.max_seq_len or config.block_size
+    for name, value in (('max_seq_len', T), ('batch', s.batch)):
         if value < 1:
             raise UserError(f'{name}={value}: must be at least 1')
-    for name in ('like', *VLLM):
+    for name in OF_OTHERS:
         if name in s.given:
             raise UserError(f'{name}={getattr(s, name)!r}: is for models of Hugging Face, by the '
                             'folder of a config.json or a name on the hub')
-    budget = parse_bytes(s.budget) if s.budget else 0
     if s.svg:
-        draw(plan, max_seq_len, s.kv_dtype, s.svg)
+        draw(plan, T, s.kv_dtype, s.svg)
     console = output()
     latents = f', latents of {config.kv_latent} on global layers' if config.kv_latent else ''
-    shape = (f'{config.n_layer} layers, {plan.n_head} heads ({plan.n_kv_head} for K/V{latents}) of '
-             f'{plan.head_dim}, T={max_seq_len}, W={config.window_size or "-"}')
-    print_report(account(plan, s.batch, max_seq_len, s.kv_dtype), console,
-                 f'KV plan in {s.kv_dtype}: {shape}')
-    print_table(console, dtype_table(plan, s.batch, max_seq_len, budget),
-                f'\nevery kv_dtype, {s.batch} x {max_seq_len:,} tokens')
-    console.print(weight_lines(weight_numbers(config, plan, max_seq_len)), highlight=False,
-                  soft_wrap=True)
-    if config.pos_embedding == 'learned' and max_seq_len > config.block_size:
+    print_report(account(plan, s.batch, T, s.kv_dtype), console,
+                 f'KV plan in {s.kv_dtype}: {config.n_layer} layers, {plan.n_head} heads '
+                 f'({plan.n_kv_head} for K/V{latents}) of {plan.head_dim}, T={T}, '
+                 f"W={config.window_size or '-'}")
+    print_table(console, dtype_table(plan, s.batch, T, s.budget_bytes),
+                f'\nevery kv_dtype, {s.batch} x {T:,} tokens')
+    weights = weight_numbers(config, plan, T)
+    console.print(weight_lines(weights), **WHOLE)
+    if config.pos_embedding == 'learned' and T > config.block_size:
         console.print(f'Note: learned positions end at block_size={config.block_size:,}: '
                       'a cache of this model holds no more; these are the bytes of its shape '
-                      'with --pos_embedding=rope', highlight=False, soft_wrap=True)
-    if budget:
-        ours = fitting(plan, budget, max_seq_len, s.kv_dtype)
-        vanilla = fitting(plan.vanilla(), budget, max_seq_len, s.kv_dtype)
-        console.print(f'{s.budget} of KV holds {ours:,} conversations of {max_seq_len:,} tokens in '
-                      f'{s.kv_dtype}; vanilla GPT-2 of this shape {vanilla:,}',
-                      highlight=False, soft_wrap=True)
+                      'with --pos_embedding=rope', **WHOLE)
+    document = {dtype: account(plan, s.batch, T, dtype) for dtype in REPORTED_DTYPES}
+    if s.budget_bytes:
+        for dtype, numbers in document.items():
+            numbers |= {'budget': s.budget_bytes,
+                        'fit': fitting(plan, s.budget_bytes, T, dtype),
+                        'fit_vanilla': fitting(plan.vanilla(), s.budget_bytes, T, dtype)}
+        ours, vanilla = (fitting(p, s.budget_bytes, T, s.kv_dtype) for p in (plan, plan.vanilla()))
+        console.print(f'{s.budget} of KV holds {ours:,} conversations of {T:,} tokens in '
+                      f'{s.kv_dtype}; vanilla GPT-2 of this shape {vanilla:,}', **WHOLE)
     if s.json:
-        weights = {'weights': weight_numbers(config, plan, max_seq_len)}
-        document = as_json(plan, s.batch, max_seq_len, budget)
-        print(json.dumps({dtype: numbers | weights for dtype, numbers in document.items()}))
+        print(json.dumps({dtype: numbers | {'weights': weights}
+                          for dtype, numbers in document.items()}))
+
+
+def describe(where: str, s) -> None:
+    """Print the account of somebody's model."""
+    from kv.console import output
+    from kv.models.account import account as account_of
+    from kv.models.config import read_config
+    from kv.models.report import print_account
+    for name in sorted(s.given.keys() & {'svg', *(key.name for key in MODEL)}):
+        raise UserError(f'{name}={getattr(s, name)!r}: the shape of {where} is in its config')
+    found = account_of(read_config(where), s.batch, s.max_seq_len or 4096, s.kv_dtype,
+                       budget=s.budget_bytes, **{name: getattr(s, name) for name in OF_OTHERS})
+    print_account(found, output())
+    if s.json:
+        print(json.dumps(found))
 
 
 def positional(argv: list[str]) -> list[str]:
     """The arguments that are neither flags nor, as in `--svg FILE`, their values."""
-    defaults, found, is_value = {key.name: key.default for key in KV}, [], False
-    for arg in argv:
-        if arg.startswith('-'):
-            default = defaults.get(arg.lstrip('-'), False)  # with '=' it is no name
-            is_value = not isinstance(default, bool)
-            continue
-        if not is_value:
-            found.append(arg)
-        is_value = False
-    return found
+    takes_value = {f'--{key.name}' for key in KV if not isinstance(key.default, bool)}
+    return [arg for before, arg in zip(['', *argv], argv)
+            if not arg.startswith('-') and before not in takes_value]
 
 
 def is_config_of_others(arg: str) -> bool:
@@ -106,26 +120,6 @@ def is_config_of_others(arg: str) -> bool:
         return (path / 'config.json').is_file() and not (path / 'ckpt.pt').exists()
     on_hub = arg.count('/') == 1 and not path.exists() and not path.parent.exists()
     return arg.endswith('.json') or on_hub
-
-
-def describe(others: list[str], argv: list[str]) -> None:
-    """Print the account of somebody's model."""
-    from kv.console import output
-    from kv.models.account import account as account_of
-    from kv.models.config import read_config
-    from kv.models.report import print_account
-    s = configurator.parse('kv', [arg for arg in argv if arg not in others], usage=__doc__,
-                           echo=False)
-    if len(others) > 1:
-        raise UserError(f"one model at a time, not {' and '.join(others)}")
-    for name in sorted(s.given.keys() & {'svg', *(key.name for key in MODEL)}):
-        raise UserError(f'{name}={getattr(s, name)!r}: the shape of {others[0]} is in its config')
-    given = {name: getattr(s, name) for name in VLLM}
-    found = account_of(read_config(others[0]), s.batch, s.max_seq_len or 4096, s.kv_dtype,
-                       budget=parse_bytes(s.budget) if s.budget else 0, like=s.like, **given)
-    print_account(found, output())
-    if s.json:
-        print(json.dumps(found))
 
 
 def draw(plan, max_seq_len, kv_dtype, file) -> None:
@@ -169,17 +163,6 @@ def weight_lines(numbers: dict) -> str:
     return (f"\n{numbers['parameters']:,} parameters: {sizes}\nprefill of {numbers['tokens']:,} "
             f'tokens: {flops / 1e6:,.1f} MFLOPs a token, {saved:.2f}x fewer than with every token '
             'in every layer')
-
-
-def as_json(plan, batch, max_seq_len, budget) -> dict:
-    """{kv_dtype: metrics}; with a budget also `fit` and `fit_vanilla`, sequence counts."""
-    document = {}
-    for dtype in REPORTED_DTYPES:
-        document[dtype] = account(plan, batch, max_seq_len, dtype)
-        if budget:
-            document[dtype] |= {'budget': budget, 'fit': fitting(plan, budget, max_seq_len, dtype),
-                                'fit_vanilla': fitting(plan.vanilla(), budget, max_seq_len, dtype)}
-    return document
 
 
 if __name__ == '__main__':

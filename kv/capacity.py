@@ -63,8 +63,7 @@ def parameters(config: GPTConfig, plan: KVPlan) -> int:
         total += config.block_size * C
     for layer in plan.layers:
         slot, read = plan.slots[layer.slot], plan.n_head * D
-        rows = _c_attn_rows(plan, layer)
-        total += rows * (C + bias) + (read + bias) * C
+        total += _c_attn_rows(plan, layer) * (C + bias) + (read + bias) * C
         total += M * (C + bias) + (M + bias) * C + 2 * (1 + bias) * C
         total += (D + slot.head_dim * layer.owns) * config.qk_norm
         total += plan.n_head * config.attn_sink + 2 * read * slot.head_dim * slot.latent
@@ -82,15 +81,11 @@ def attention_flops(plan: KVPlan, layer: Layer, tokens: int, before: int) -> int
     """FLOPs of a layer's attention for `tokens` queries that follow `before` tokens: 4 * H * width
     per query and visible key. Queries are multiplied with latents directly, so the width is D or
     that of a latent."""
-    width = plan.slots[layer.slot].head_dim
-    return 4 * plan.n_head * width * _keys_seen(layer, tokens, before)
-
-
-def _keys_seen(layer: Layer, tokens: int, before: int) -> int:
-    def up_to(n):  # the i-th query sees i keys, up to the window size
+    def keys(n):  # of n queries from the first: the i-th sees i keys, up to the window size
         growing = min(n, layer.window or n)
         return growing * (growing + 1) // 2 + (n - growing) * layer.window
-    return up_to(before + tokens) - up_to(before)
+    width = plan.slots[layer.slot].head_dim
+    return 4 * plan.n_head * width * (keys(before + tokens) - keys(before))
 
 
 def prefill_flops(config: GPTConfig, plan: KVPlan, tokens: int, before: int = 0,
@@ -101,14 +96,14 @@ def prefill_flops(config: GPTConfig, plan: KVPlan, tokens: int, before: int = 0,
     The last layer that stores K and V projects all tokens but computes the rest only for the last
     token, and so do all layers after it. trim=False: every token in every layer.
     """
-    C, D, H = config.n_embd, plan.head_dim, plan.n_head
+    C, read = config.n_embd, plan.n_head * plan.head_dim
     total, stop = 2 * config.vocab_size * C, plan.last_owner if trim else len(plan.layers)
     for layer in plan.layers:
         projected = tokens if layer.index <= stop else 1
         whole = tokens if layer.index < stop else 1
         slot = plan.slots[layer.slot]
-        others = H * D * C + 2 * C * config.resolved_mlp_hidden
-        others += 2 * H * D * slot.head_dim * slot.latent  # queries to latents, and back to values
+        others = read * C + 2 * C * config.resolved_mlp_hidden
+        others += 2 * read * slot.head_dim * slot.latent  # queries to latents, and back to values
         total += 2 * (projected * C * _c_attn_rows(plan, layer) + whole * others)
         total += attention_flops(plan, layer, whole, before + tokens - whole)
     return total
@@ -126,63 +121,53 @@ def read_nbytes(plan: KVPlan, batch: int, held: int, kv_dtype: str) -> int:
                        for slot in plan.slots)
 
 
-def serving(config: GPTConfig, plan: KVPlan, s, nbytes: int) -> dict:
-    """Metrics of one GPU that serves this plan. nbytes: size of the weights in bytes."""
+def serving(config: GPTConfig, plan: KVPlan, s) -> dict:
+    """Metrics of one GPU that serves this plan; without `batch` if not one sequence fits, or its
+    step takes longer than `tpot`."""
     held = s.context + s.message_tokens + s.new_tokens
     n = parameters(config, plan)
-    room = USABLE * parse_bytes(s.memory, 'memory') - nbytes
+    nbytes = n * WEIGHT_BYTES[s.weight_dtype]
     per_sequence = plan.nbytes(1, held, s.kv_dtype)
-    fit = max(0, int(room // per_sequence))
-    if not fit:
-        return {'parameters': n, 'weights_bytes': nbytes, 'kv_bytes': per_sequence, 'sequences': 0}
+    room = USABLE * parse_bytes(s.memory, 'memory') - nbytes
+    batch = max(0, int(room // per_sequence))
+    found = {'parameters': n, 'weights_bytes': nbytes, 'kv_bytes': per_sequence, 'sequences': batch}
+
     middle = held - s.new_tokens // 2  # length in the middle of the answer
     read = read_nbytes(plan, 1, middle, s.kv_dtype)
     bandwidth = s.utilization * parse_bytes(s.bandwidth, 'bandwidth')
-    flops = s.utilization * float(s.flops)
-    attention = sum(attention_flops(plan, layer, 1, middle - 1) for layer in plan.layers)
-    of_a_token = 2 * n + attention
-    batch = fit
+    flops = s.utilization * parse_bytes(s.flops, 'flops')
+    of_a_token = 2 * n + sum(attention_flops(plan, layer, 1, middle - 1) for layer in plan.layers)
     if s.tpot:  # the largest batch whose step is fast enough
-        most = s.tpot / 1000
-        batch = min(fit, int((most * bandwidth - nbytes) // read), int(most * flops // of_a_token))
-        if batch < 1:
-            return {'parameters': n, 'weights_bytes': nbytes, 'kv_bytes': per_sequence,
-                    'sequences': fit, 'batch': 0}
+        seconds = s.tpot / 1000
+        batch = min(batch, int((seconds * bandwidth - nbytes) // read),
+                    int(seconds * flops // of_a_token))
+    if batch < 1:
+        return found
+
     step = max((nbytes + batch * read) / bandwidth, of_a_token * batch / flops)
-    asked = s.context + s.message_tokens
     computed = s.message_tokens + round((1 - s.hit_rate) * s.context)
-    prefill = prefill_flops(config, plan, computed, asked - computed) / flops
+    cached = s.context + s.message_tokens - computed
+    prefill = prefill_flops(config, plan, computed, cached) / flops
     seconds = prefill + s.new_tokens * step / batch
     kept = round(s.requests_per_second * s.away)
-    return {'parameters': n, 'weights_bytes': nbytes, 'kv_bytes': per_sequence, 'sequences': fit,
-            'batch': batch, 'step_seconds': step, 'tokens_per_second': batch / step,
-            'prefill_seconds': prefill, 'gpu_seconds_per_request': seconds,
-            'requests_per_second': 1 / seconds, 'gpus': math.ceil(s.requests_per_second * seconds),
-            'kept': kept, 'kept_bytes': kept * per_sequence,
-            'cost_per_million_tokens': s.price / 3600 * seconds / s.new_tokens * 1e6}
+    return found | {
+        'batch': batch, 'step_seconds': step, 'tokens_per_second': batch / step,
+        'prefill_seconds': prefill, 'gpu_seconds_per_request': seconds,
+        'requests_per_second': 1 / seconds, 'gpus': math.ceil(s.requests_per_second * seconds),
+        'kept': kept, 'kept_bytes': kept * per_sequence,
+        'cost_per_million_tokens': s.price / 3600 * seconds / s.new_tokens * 1e6}
 
 
-def check(s):
-    for name in ('context', 'message_tokens', 'new_tokens'):
-        if getattr(s, name) < 1:
-            raise UserError(f'{name}={getattr(s, name)}: must be at least 1')
-    for name, low, high in (('hit_rate', 0, 1), ('utilization', 0.01, 1)):
-        if not low <= getattr(s, name) <= high:
-            raise UserError(f'{name}={getattr(s, name):g}: must be from {low:g} to {high:g}')
-    for name in ('requests_per_second', 'away', 'price', 'tpot'):
-        if getattr(s, name) < 0:
-            raise UserError(f'{name}={getattr(s, name):g}: must not be negative')
-    try:
-        if not 0 < float(s.flops) < math.inf:
-            raise ValueError
-    except ValueError:
-        raise UserError(f'flops={s.flops!r}: a number of operations a second is needed, '
-                        "as '400e12'") from None
+LIMITS = {'context': (1, math.inf), 'message_tokens': (1, math.inf), 'new_tokens': (1, math.inf),
+          'hit_rate': (0, 1), 'utilization': (0.01, 1), 'requests_per_second': (0, math.inf),
+          'away': (0, math.inf), 'price': (0, math.inf), 'tpot': (0, math.inf)}
 
 
 def compare(s) -> dict:
     """Metrics of this model and of vanilla GPT-2 of the same shape, and the settings."""
-    check(s)
+    for name, (low, high) in LIMITS.items():
+        if not low <= getattr(s, name) <= high:
+            raise UserError(f'{name}={getattr(s, name):g}: must be from {low:g} to {high:g}')
     s.vocab_size = s.vocab_size or vocabulary(s)
     config = GPTConfig(vocab_size=s.vocab_size, **{key.name: getattr(s, key.name) for key in MODEL})
     plan = plan_kv(config)
@@ -191,48 +176,42 @@ def compare(s) -> dict:
         raise UserError(f'a conversation of {held:,} tokens is longer than the '
                         f'block_size={config.block_size} positions that the model has learned: '
                         'make context smaller')
-    vanilla = GPTConfig(vocab_size=s.vocab_size, n_layer=config.n_layer, n_head=config.n_head,
+    vanilla = GPTConfig(vocab_size=config.vocab_size, n_layer=config.n_layer, n_head=config.n_head,
                         n_embd=config.n_embd, head_dim=plan.head_dim, pos_embedding='rope',
                         bias=config.bias)
-    settings = [key.name for key in CAPACITY if key not in MODEL and key.name != 'json']
-    found = {'settings': {name: getattr(s, name) for name in settings}}
-    for name, c in (('ours', config), ('vanilla', vanilla)):
-        p = plan_kv(c)
-        found[name] = serving(c, p, s, parameters(c, p) * WEIGHT_BYTES[s.weight_dtype])
-    return found
+    settings = {key.name: getattr(s, key.name) for key in CAPACITY
+                if key not in MODEL and key.name != 'json'}
+    return {'settings': settings, 'ours': serving(config, plan, s),
+            'vanilla': serving(vanilla, plan_kv(vanilla), s)}
 
 
-ROWS = (('parameters', 'parameters', '{:,}'), ('weights, bytes', 'weights_bytes', '{:,}'),
-        ('K and V of a conversation, bytes', 'kv_bytes', '{:,}'),
-        ('conversations in memory', 'sequences', '{:,}'),
-        ('sequences in a step', 'batch', '{:,}'), ('a step, ms (TPOT)', 'step_seconds', '{:,.2f}'),
-        ('tokens/s, decoding alone', 'tokens_per_second', '{:,.0f}'),
-        ('prefill of a request, ms', 'prefill_seconds', '{:,.2f}'),
-        ('requests/s', 'requests_per_second', '{:,.1f}'), ('GPUs', 'gpus', '{:,}'),
-        ('conversations kept between messages', 'kept', '{:,}'),
-        ('their K and V, bytes', 'kept_bytes', '{:,}'),
-        ('$ a million tokens', 'cost_per_million_tokens', '{:,.3f}'))
-
-
-def show(found: dict) -> None:
-    from rich.table import Table
-
-    from kv.console import output, print_table
-    table = Table(box=None, pad_edge=False)
-    for name in ('', 'ours', 'vanilla'):
-        table.add_column(name, justify='right' if name else 'left')
-    for label, key, form in ROWS:
-        scale = 1000 if ', ms' in label else 1
-        values = [found[model].get(key) for model in ('ours', 'vanilla')]
-        table.add_row(label, *('-' if x is None else form.format(x * scale) for x in values))
-    print_table(output(), table)
+ROWS = {  # name: (metric, format)
+    'parameters': ('parameters', '{:,}'),
+    'weights, bytes': ('weights_bytes', '{:,}'),
+    'K and V of a conversation, bytes': ('kv_bytes', '{:,}'),
+    'conversations in memory': ('sequences', '{:,}'),
+    'sequences in a step': ('batch', '{:,}'),
+    'a step, ms (TPOT)': ('step_seconds', '{:,.2f}'),
+    'tokens/s, decoding alone': ('tokens_per_second', '{:,.0f}'),
+    'prefill of a request, ms': ('prefill_seconds', '{:,.2f}'),
+    'requests/s': ('requests_per_second', '{:,.1f}'),
+    'GPUs': ('gpus', '{:,}'),
+    'conversations kept between messages': ('kept', '{:,}'),
+    'their K and V, bytes': ('kept_bytes', '{:,}'),
+    '$ a million tokens': ('cost_per_million_tokens', '{:,.3f}')}
 
 
 def main(argv=None):
+    from kv.console import output, print_table, table_of
     s = configurator.parse('capacity', argv, usage=__doc__, echo=False)
     found = compare(s)
-    show(found)
-    if not (found['ours'].get('batch') and found['vanilla'].get('batch')):
+    models, rows = [found['ours'], found['vanilla']], []
+    for name, (key, form) in ROWS.items():
+        scale = 1000 if ', ms' in name else 1
+        rows.append((name, *(form.format(model[key] * scale) if key in model else '-'
+                             for model in models)))
+    print_table(output(), table_of(('', 'ours', 'vanilla'), rows))
+    if not all('batch' in model for model in models):
         too_slow = f', or a step of one takes longer than tpot={s.tpot:g}' if s.tpot else ''
         print('-: no conversation has room' + too_slow)
     if s.json:

@@ -6,12 +6,25 @@ from rich.table import Table
 from rich.text import Text
 
 UNLIMITED = 10_000  # columns
+WHOLE = dict(highlight=False, soft_wrap=True)  # how a line of text is printed
 
 
 def output() -> Console:
     """A console for stdout: it breaks lines at the terminal's width, and nowhere in a file."""
     console = Console()
     return console if console.is_terminal else Console(width=UNLIMITED)
+
+
+def table_of(header, rows, left=('',), wrap=(), bold=()) -> Table:
+    """A table of texts, right-aligned but in the columns named in `left`. Columns in `wrap` may be
+    wrapped; rows with a cell in `bold` are bold."""
+    table = Table(box=None, pad_edge=False, header_style='bold')
+    for name in header:
+        justify = 'left' if name in left else 'right'
+        table.add_column(name, justify=justify, no_wrap=name not in wrap)
+    for row in rows:
+        table.add_row(*row, style='bold' if set(bold) & set(row) else None)
+    return table
 
 
 def print_table(console: Console, table: Table, title: str = '') -> None:

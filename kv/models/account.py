@@ -6,7 +6,7 @@ from dataclasses import replace
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from kv.models import engines
-from kv.models.config import text_of
+from kv.models.config import check_sizes, text_of
 from kv.models.memory import INSTALL, NANOKV, Memory, Store, memory_of_facts, memory_of_plan
 from kv.plan import plan_kv
 from kv.report import REPORTED_DTYPES
@@ -16,13 +16,13 @@ LADDER_ROW = '+ int8 KV'
 
 
 def account(config: dict, batch: int = 1, max_seq_len: int = 4096, kv_dtype: str = 'bfloat16',
-            dtype: str = '', budget: int = 0, like: str = '', **vllm) -> dict:
+            budget: int = 0, like: str = '', **vllm) -> dict:
     """Account for the memory of `batch` sequences of `max_seq_len` tokens, ready for JSON.
 
     config: the contents of a config.json (`kv.models.config.read_config` finds one). kv_dtype: of K
-    and V, as in `python -m kv`. dtype: of recurrent states that follow the model; '' = kv_dtype,
-    or bfloat16 beside quantized K and V. budget: bytes, for `fit`. like='nanokv' adds the same
-    shape with nanoKV's plan. vllm: `page_size`, `step_tokens` of `kv.models.engines.vllm`.
+    and V, as in `python -m kv`; recurrent states that follow the model are in bfloat16 if it is
+    quantized. budget: bytes, for `fit`. like='nanokv' adds the same shape with nanoKV's plan.
+    vllm: `page_size`, `step_tokens` of `kv.models.engines.vllm`.
 
     Returns a dict with
         stores      kind ('full', 'window', 'state'), layers, holds, parts {name: [heads, width]},
@@ -46,9 +46,9 @@ def account(config: dict, batch: int = 1, max_seq_len: int = 4096, kv_dtype: str
     if like not in ('', NANOKV):
         raise UserError(f"like={like!r}: allowed are '', 'nanokv'")
     memory = _memory(config)
-    dtype = dtype or (kv_dtype if kv_dtype in ('float32', 'float16') else 'bfloat16')
+    dtype = kv_dtype if kv_dtype in ('float32', 'float16') else 'bfloat16'
 
-    def total(length, stored=kv_dtype):
+    def total(length, stored=kv_dtype, batch=batch):
         return engines.needed(memory, batch, length, stored, dtype)
     nbytes = total(max_seq_len)
     found = {
@@ -59,11 +59,11 @@ def account(config: dict, batch: int = 1, max_seq_len: int = 4096, kv_dtype: str
         'bytes': nbytes, 'bytes_per_token': nbytes / batch / max_seq_len,
         'bytes_per_further_token': (total(max_seq_len + 1) - nbytes) // batch,
         'by_dtype': {name: total(max_seq_len, name) for name in REPORTED_DTYPES},
-        'engines': allocated(memory, batch, max_seq_len, dtype, **vllm)}
+        'engines': engines.allocated(memory, batch, max_seq_len, dtype, **vllm)}
     if budget:
-        one = {name: engines.needed(memory, 1, max_seq_len, stored, dtype)
-               for name, stored in (('needed', dtype), (f'needed, {kv_dtype}', kv_dtype))}
-        one |= allocated(memory, 1, max_seq_len, dtype, **vllm)
+        one = {'needed': total(max_seq_len, dtype, 1),
+               f'needed, {kv_dtype}': total(max_seq_len, kv_dtype, 1),
+               **engines.allocated(memory, 1, max_seq_len, dtype, **vllm)}
         found['budget'] = budget
         found['fit'] = {name: n and budget // n for name, n in one.items()}
     if like:
@@ -80,6 +80,7 @@ def _memory(config: dict) -> Memory:
         filled = {name: getattr(ours, name) for name in ('n_embd', 'n_head', 'n_layer')
                   if name not in config[NANOKV]}
         return replace(memory_of_plan(plan_kv(ours)), defaults='GPTConfig', filled=filled)
+    check_sizes(config)
     try:
         from transformers import CONFIG_MAPPING
 
@@ -97,45 +98,26 @@ def _memory(config: dict) -> Memory:
     return memory
 
 
-def allocated(memory: Memory, batch: int, length: int, dtype: str, **vllm) -> dict:
-    """{engine: bytes for K and V in `dtype`}; llama.cpp's are always in f16. None where it is not
-    known, or the engine cannot run the model."""
-    found = {
-        'transformers, dynamic': engines.transformers_dynamic(memory, batch, length, dtype),
-        'transformers, static': engines.transformers_static(memory, batch, length, dtype),
-        'vLLM, prefill': engines.vllm(memory, batch, length, dtype, **vllm),
-        'vLLM, decode': engines.vllm(memory, batch, length, dtype, **vllm | {'step_tokens': 1}),
-        'llama.cpp': engines.llama_cpp(memory, batch, length),
-        'llama.cpp --swa-full': engines.llama_cpp(memory, batch, length, swa_full=True)}
-    if memory.model_type == NANOKV:
-        tied = any(len(store.parts) == 1 for store in memory.stores)  # our plugin stores it twice
-        unknown = ('llama.cpp', *['vLLM'] * tied)
-        found |= {name: None for name in found if name.startswith(unknown)}
-    return found
-
-
 def like_nanokv(memory: Memory, batch: int, length: int, nbytes: int) -> dict:
     """The bytes of this shape with five local layers to one global, caches shared by two or three
     layers, one for all global layers, one K/V head, int8; and how many times smaller that is."""
-    windows = [store.window for store in memory.stores if store.window]
-    window = min(windows, default=LIKE_WINDOW)
+    window = min((store.window for store in memory.stores if store.window), default=LIKE_WINDOW)
     heads, width = max(memory.n_head, 1), memory.head_dim
     if not width:
         raise UserError("like='nanokv': this model has no attention heads to compare")
-    plan = plan_kv(GPTConfig(
+    ours = plan_kv(GPTConfig(
         n_layer=memory.n_layer, n_head=heads, n_embd=heads * width, head_dim=width, n_kv_head=1,
         layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True, window_size=window,
-        pos_embedding='rope', qk_norm=True))
-    ours = plan.nbytes(batch, length, 'int8')
+        pos_embedding='rope', qk_norm=True)).nbytes(batch, length, 'int8')
     return {'bytes': ours, 'smaller': nbytes / ours, 'window': window, 'head_dim': width,
             'priced_by': LADDER_ROW}
 
 
 def _row(store: Store, batch: int, length: int, kv_dtype: str, dtype: str) -> dict:
-    per_position = engines.position_nbytes(store, kv_dtype)
+    per_position = store.position_nbytes(kv_dtype)
     holds = store.positions(length) if store.parts else 0
-    states = engines.states_nbytes(store, dtype)
     return {'kind': store.kind, 'layers': list(store.layers), 'window': store.window,
             'holds': holds, 'parts': {part.name: [part.heads, part.width] for part in store.parts},
             'states': {state.kind: list(state.shape) for state in store.states},
-            'bytes_per_position': per_position, 'bytes': batch * (holds * per_position + states)}
+            'bytes_per_position': per_position,
+            'bytes': batch * (holds * per_position + store.states_nbytes(dtype))}

@@ -4,6 +4,7 @@ and its cache says by itself what each layer stores.
 Torch's meta device has shapes and dtypes but no data, so the largest models take a few seconds and
 no memory. Only classes that are part of transformers run; code named in a config never does.
 """
+import contextlib
 from dataclasses import replace
 
 import torch
@@ -12,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from config.errors import UserError
 from kv.models.config import text_of
-from kv.models.memory import (ALWAYS_FLOAT32, CHUNK, CONV, FULL, RECURRENT, STATE, WINDOW, Memory,
-                              Part, State, Store, check_sizes)
+from kv.models.memory import (CHUNK, CONV, FULL, RECURRENT, STATE, WINDOW, Memory, Part, State,
+                              Store)
 
 TOKENS = 3
 FACTS = ('head_dim', 'hidden_size', 'layer_types', 'num_attention_heads', 'num_hidden_layers',
@@ -34,50 +35,36 @@ class WithoutData(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _without_code(config: dict) -> dict:
-    """The config without the keys that name code to run."""
-    kept = {name: value for name, value in config.items()
-            if name != 'auto_map' and not str(name).endswith('_implementation')}
-    return {name: _without_code(value) if isinstance(value, dict) else value
-            for name, value in kept.items()}
-
-
 def memory_of(given: dict) -> Memory:
     """The memory of a model, by the contents of its config.json.
 
     Raises:
         UserError: if transformers cannot build or run it, or it has no cache.
     """
-    check_sizes(given)
     cls = transformers.CONFIG_MAPPING[given['model_type']]
-    try:
+    with _refused(f"this config is not valid for transformers' {cls.__name__}"):
         config = cls.from_dict(_without_code(given))
         if not config.is_encoder_decoder:
             config = config.get_text_config(decoder=True)
-    except Exception as e:  # whatever a class or one of its properties raises
-        raise UserError(f"this config is not valid for transformers' {cls.__name__}: "
-                        f'{_line(e)}') from e
     name = config.model_type
-    try:
+    with _refused(f'transformers cannot build or run this {name}'):
         model, cache = _run(config)
-    except Exception as e:  # whatever a model raises for sizes that contradict each other
-        raise UserError(f'transformers cannot build or run this {name}: {_line(e)}') from e
     if not hasattr(cache, 'layers'):
         raise UserError(f"transformers' {type(model).__name__} has no KV cache that is accounted "
                         'for')
     _check_known(cache, name)
+
     n_layer = len(cache.layers)
     if not config.is_encoder_decoder:
         n_layer = max(n_layer, config.num_hidden_layers)
-    stores = {}
-    for i in range(n_layer):
-        store = _store(config, cache, i)
-        stores |= {i: store} if store.parts or store.states else {}
-    for i, states in _kept_in_modules(model).items():
-        own = stores.get(i, Store(STATE, (i,)))
-        stores[i] = replace(own, states=own.states + states)
-    for i, writer in _shared(config):
+    stores = {i: _store(model, cache, i) for i in range(n_layer)}
+    stores = {i: store for i, store in stores.items() if store.parts or store.states}
+    n_shared = getattr(config, 'num_kv_shared_layers', None) or 0
+    for i in range(n_layer - n_shared, n_layer):  # each reads the last layer of its kind
+        writer = max(j for j in range(n_layer - n_shared)
+                     if config.layer_types[j] == config.layer_types[i])
         stores[writer] = replace(stores[writer], layers=(*stores[writer].layers, i))
+
     assumed = []
     if config.is_encoder_decoder or getattr(config, 'cross_attention_layers', None):
         assumed.append('K and V of cross-attention are not counted: they depend on the length of '
@@ -86,12 +73,29 @@ def memory_of(given: dict) -> Memory:
     width = max(widths, key=widths.count, default=0)
     if getattr(config, 'kv_lora_rank', None):
         width = config.v_head_dim  # of values made from latents
-    said = _said(given, config)
+    said = set(text_of(given))  # by any of a setting's names
+    said = said.union(*(pair for pair in config.attribute_map.items() if said & set(pair)))
     filled = {key: _fact(config, key) for key in FACTS if key not in said}
-    filled = {key: value for key, value in filled.items() if value is not None}
-    return Memory(tuple(stores[i] for i in sorted(stores)), n_layer,
-                  _fact(config, 'num_attention_heads') or 0, width, name, tuple(assumed),
-                  f'transformers {transformers.__version__}, {type(config).__name__}', filled)
+    return Memory(tuple(stores.values()), n_layer, _fact(config, 'num_attention_heads') or 0, width,
+                  name, tuple(assumed),
+                  f'transformers {transformers.__version__}, {type(config).__name__}',
+                  {key: value for key, value in filled.items() if value is not None})
+
+
+def _without_code(config: dict) -> dict:
+    """The config without the keys that name code to run."""
+    return {name: _without_code(value) if isinstance(value, dict) else value
+            for name, value in config.items()
+            if name != 'auto_map' and not str(name).endswith('_implementation')}
+
+
+@contextlib.contextmanager
+def _refused(what: str):
+    """Whatever a class of transformers raises becomes a UserError of one line."""
+    try:
+        yield
+    except Exception as e:
+        raise UserError(f"{what}: {' '.join(str(e).split())[:300]}") from e
 
 
 def _fact(config, key: str):
@@ -99,12 +103,6 @@ def _fact(config, key: str):
         return getattr(config, key, None)
     except Exception:  # Gemma 4 has no one value for all layers
         return None
-
-
-def _said(given: dict, config) -> set[str]:
-    """Names of the settings of the text model that its config gives, by all of their names."""
-    names = set(text_of(given))
-    return names.union(*(pair for pair in config.attribute_map.items() if names & set(pair)))
 
 
 def _run(config):
@@ -136,10 +134,10 @@ def _check_known(cache, name: str) -> None:
                 raise UserError(f'{name} keeps {attribute}, which is not accounted for')
 
 
-def _store(config, cache, i: int) -> Store:
-    """What layer `i` of a cache stores for itself."""
-    layer = cache.layers[i] if i < len(cache.layers) else None
-    parts, states, window = [], [], getattr(layer, 'sliding_window', None) or 0
+def _store(model, cache, i: int) -> Store:
+    """What layer `i` stores for itself."""
+    config, layer = model.config, cache.layers[i] if i < len(cache.layers) else None
+    parts, window = [], getattr(layer, 'sliding_window', None) or 0
     names = ('latent', 'RoPE key') if getattr(config, 'kv_lora_rank', None) else ('K', 'V')
     for name, tensor in zip(names, (getattr(layer, 'keys', None), getattr(layer, 'values', None))):
         if tensor is not None and tensor.dim() == 4:
@@ -150,47 +148,21 @@ def _store(config, cache, i: int) -> Store:
     indexer = getattr(layer, 'indexer_keys', None)
     if indexer is not None:
         parts.append(Part('indexer key', 1, indexer.shape[-1]))
-    for tensor in getattr(layer, 'conv_states', {}).values():
-        if tensor is not None:
-            _, channels, kernel = tensor.shape
-            states.append(State(CONV, (channels, kernel - 1), spare=1))
-    recurrent = list(getattr(layer, 'recurrent_states', {}).values())
-    lightning = getattr(cache, 'linear_cache', [])[i:i + 1]  # MiniMax
-    states += [_recurrent(x) for x in recurrent + lightning if torch.is_tensor(x)]
+
+    states = [State(CONV, (tensor.shape[1], tensor.shape[2] - 1), spare=1)
+              for tensor in getattr(layer, 'conv_states', {}).values() if tensor is not None]
+    recurrent = [*getattr(layer, 'recurrent_states', {}).values(),
+                 *getattr(cache, 'linear_cache', [])[i:i + 1]]  # MiniMax
+    block = model.layers[i].temporal_block if config.model_type == 'recurrent_gemma' else None
+    if getattr(block, 'conv1d_state', None) is not None:  # RecurrentGemma's are not in its cache
+        states.append(State(CONV, tuple(block.conv1d_state.shape[1:])))
+        recurrent.append(block.rg_lru.recurrent_states)
+    states += [State(RECURRENT, tuple(x.shape[1:]), float32=x.dtype == torch.float32)
+               for x in recurrent if torch.is_tensor(x)]
+
     if not parts:
         return Store(STATE, (i,), states=tuple(states))
     types = getattr(config, 'layer_types', None) or []
     chunked = i < len(types) and types[i] == 'chunked_attention'
     kind = CHUNK if chunked else WINDOW if window else FULL
     return Store(kind, (i,), tuple(parts), window, tuple(states))
-
-
-def _recurrent(tensor) -> State:
-    dtype = ALWAYS_FLOAT32 if tensor.dtype == torch.float32 else ''
-    return State(RECURRENT, tuple(tensor.shape[1:]), dtype)
-
-
-def _kept_in_modules(model) -> dict[int, tuple[State, ...]]:
-    """{layer: states} of RecurrentGemma, which keeps them outside its cache."""
-    found = {}
-    if model.config.model_type != 'recurrent_gemma':
-        return found
-    for i, layer in enumerate(model.layers):
-        block = layer.temporal_block
-        if getattr(block, 'conv1d_state', None) is not None:
-            conv = State(CONV, tuple(block.conv1d_state.shape[1:]))
-            found[i] = conv, _recurrent(block.rg_lru.recurrent_states)
-    return found
-
-
-def _shared(config):
-    """Yield (layer, the layer whose K and V it reads) of layers without their own, as in Gemma 3n:
-    the last one of its kind."""
-    n, shared = config.num_hidden_layers, getattr(config, 'num_kv_shared_layers', None) or 0
-    for i in range(n - shared, n):
-        yield i, max(j for j in range(n - shared)
-                     if config.layer_types[j] == config.layer_types[i])
-
-
-def _line(error: Exception) -> str:
-    return ' '.join(str(error).split())[:300]

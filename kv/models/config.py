@@ -1,4 +1,5 @@
 """Find and read a model's config.json. No torch here."""
+import re
 from pathlib import Path
 
 from config.errors import UserError
@@ -6,6 +7,8 @@ from config.files import read_json
 
 # where a model of several parts has its text model
 TEXT = ('text_config', 'language_config', 'llm_config', 'thinker_config', 'decoder')
+MOST = 2_000  # layers, or experts of a layer
+COUNTS = re.compile(r'(^|_)(num|n)_(\w+_)?(layer|expert)s?$|coder_layers$')
 
 
 def read_config(where: str) -> dict:
@@ -29,30 +32,30 @@ def read_config(where: str) -> dict:
 
 
 def _from_hub(name: str) -> Path:
-    missing = UserError(f'{name!r}: no such folder or config.json, and no name of a model on the '
-                        'hub (owner/name)')
     if name.count('/') != 1 or name.startswith(('.', '/')) or name.endswith('.json'):
-        raise missing
+        raise UserError(f'{name!r}: no such folder or config.json, and no name of a model on the '
+                        'hub (owner/name)')
     try:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.utils import logging
-    except ImportError:
-        raise UserError(f'{name!r}: no such folder; to look on the hub: '
-                        'pip install huggingface_hub') from None
-    logging.set_verbosity_error()  # it warns of what the error below says
-    try:
+        logging.set_verbosity_error()  # it warns of what the error below says
         return Path(hf_hub_download(name, 'config.json'))
-    except Exception as e:  # offline, private, absent: the hub's own words
+    except Exception as e:  # not installed, offline, private, absent
         raise UserError(f"{name!r}: no such folder, and the hub's config.json cannot be fetched: "
                         f"{' '.join(str(e).split())[:200]}") from e
 
 
 def text_of(config: dict) -> dict:
-    """The config of the text model, which alone has a KV cache; quantization and dtype are those of
-    the whole."""
-    for name in TEXT:
-        inner = config.get(name)
-        if isinstance(inner, dict) and inner:
-            whole = {key: config[key] for key in ('dtype', 'torch_dtype') if config.get(key)}
-            return text_of(whole | inner)
-    return config
+    """The config of the text model, which alone has a KV cache."""
+    inner = next((config[name] for name in TEXT
+                  if isinstance(config.get(name), dict) and config[name]), None)
+    return text_of(inner) if inner else config
+
+
+def check_sizes(config: dict) -> None:
+    """Raise UserError for numbers of layers or experts with which building would never end."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            check_sizes(value)
+        elif type(value) is int and value > MOST and COUNTS.search(str(name)):
+            raise UserError(f'this config has {name}={value:,}: at most {MOST:,} make sense')

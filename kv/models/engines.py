@@ -13,28 +13,30 @@ Sources: transformers 5.23 `cache_utils.py`; vLLM `v1/kv_cache_interface.py` and
 runs.
 """
 from collections import Counter
+from math import ceil
 
-from kv.models.memory import CHUNK, WINDOW, Memory, Store
-from kv.plan import KV_DTYPES, checked_dtype
+from kv.models.memory import CHUNK, FLOAT32_BYTES, NANOKV, WINDOW, Memory
 
-FLOAT32_BYTES = 4
 PAGE_SIZE = 16            # vLLM's block_size on GPUs
 STEP_TOKENS = 8192        # vLLM's max_num_batched_tokens for serving on large GPUs; 2,048 on others
 CELLS, UBATCH = 256, 512  # llama.cpp
 
 
-def position_nbytes(store: Store, kv_dtype: str) -> int:
-    """Bytes of one position: elements, and a scale for each head's vector if quantized."""
-    element, scale = KV_DTYPES[checked_dtype(kv_dtype)]
-    return sum(part.heads * int(part.width * element + scale) for part in store.parts)
-
-
-def states_nbytes(store: Store, dtype: str, spare: bool = False) -> int:
-    """Bytes of a layer's states for one sequence, in `dtype` where they are not always float32.
-    spare: with the inputs of convolutions that only transformers keeps."""
-    size = KV_DTYPES[checked_dtype(dtype)][0]
-    return int(sum((state.size + spare * state.spare * state.shape[0])
-                   * (FLOAT32_BYTES if state.dtype else size) for state in store.states))
+def allocated(memory: Memory, batch: int, length: int, dtype: str, page_size: int = PAGE_SIZE,
+              step_tokens: int = STEP_TOKENS) -> dict[str, int | None]:
+    """{engine: bytes for K and V in `dtype`}; llama.cpp's are always in f16. None where it is not
+    known, or the engine cannot run the model."""
+    found = {'transformers, dynamic': transformers(memory, batch, length, dtype, 'dynamic'),
+             'transformers, static': transformers(memory, batch, length, dtype, 'static'),
+             'vLLM, prefill': vllm(memory, batch, length, dtype, page_size, step_tokens),
+             'vLLM, decode': vllm(memory, batch, length, dtype, page_size, 1),
+             'llama.cpp': llama_cpp(memory, batch, length),
+             'llama.cpp --swa-full': llama_cpp(memory, batch, length, swa_full=True)}
+    if memory.model_type == NANOKV:
+        tied = any(len(store.parts) == 1 for store in memory.stores)  # our plugin stores it twice
+        unknown = ('llama.cpp', *['vLLM'] * tied)
+        found |= {name: None for name in found if name.startswith(unknown)}
+    return found
 
 
 def needed(memory: Memory, batch: int, length: int, kv_dtype: str, dtype: str) -> int:
@@ -43,24 +45,21 @@ def needed(memory: Memory, batch: int, length: int, kv_dtype: str, dtype: str) -
 
     kv_dtype: of K and V. dtype: of states that are not always float32.
     """
-    return batch * sum(store.positions(length) * position_nbytes(store, kv_dtype)
-                       + states_nbytes(store, dtype) for store in memory.stores)
+    return batch * sum(store.positions(length) * store.position_nbytes(kv_dtype)
+                       + store.states_nbytes(dtype) for store in memory.stores)
 
 
-def transformers_dynamic(memory: Memory, batch: int, length: int, dtype: str) -> int:
-    """Bytes of the tensors in a DynamicCache after `length` tokens. Windows hold W - 1 positions,
-    convolutions all columns of their kernel."""
+def transformers(memory: Memory, batch: int, length: int, dtype: str, kind: str) -> int:
+    """Bytes of the tensors in a DynamicCache after `length` tokens ('dynamic'; its windows hold
+    W - 1 positions), or in a StaticCache with max_cache_len=length ('static'). Convolutions hold
+    all columns of their kernel."""
     total = 0
     for store in memory.stores:
-        held = min(length, store.window - 1) if store.window else length
-        total += held * position_nbytes(store, dtype) + states_nbytes(store, dtype, spare=True)
+        held = store.positions(length)
+        if store.window and kind == 'dynamic':
+            held = min(length, store.window - 1)
+        total += held * store.position_nbytes(dtype) + store.states_nbytes(dtype, spare=True)
     return batch * total
-
-
-def transformers_static(memory: Memory, batch: int, length: int, dtype: str) -> int:
-    """Bytes of the tensors in a StaticCache with max_cache_len=length."""
-    return batch * sum(store.positions(length) * position_nbytes(store, dtype)
-                       + states_nbytes(store, dtype, spare=True) for store in memory.stores)
 
 
 def vllm(memory: Memory, batch: int, length: int, kv_dtype: str, page_size: int = PAGE_SIZE,
@@ -77,29 +76,27 @@ def vllm(memory: Memory, batch: int, length: int, kv_dtype: str, page_size: int 
     if any(store.states or any(part.name == 'indexer key' for part in store.parts)
            for store in memory.stores):
         return None
-    kinds = Counter((store.kind, store.window, position_nbytes(store, kv_dtype))
+
+    def pages(kind, window, positions):
+        if kind == CHUNK:
+            return ceil(min(window + step_tokens, length) / positions)
+        if kind == WINDOW:
+            return ceil(min(window - 1 + step_tokens, length) / positions) + 1
+        return ceil(length / positions)
+
+    kinds = Counter((store.kind, store.window, store.position_nbytes(kv_dtype))
                     for store in memory.stores)
     if len({(kind, window) for kind, window, _ in kinds}) <= 1:  # one group, whatever the widths
-        return batch * sum(n * _pages(kind, window, length, page_size, step_tokens) * page_size
-                           * nbytes for (kind, window, nbytes), n in kinds.items())
+        return batch * page_size * sum(n * nbytes * pages(kind, window, page_size)
+                                       for (kind, window, nbytes), n in kinds.items())
     largest = max(nbytes for *_, nbytes in kinds)
     if any(largest % nbytes for *_, nbytes in kinds):
         return None
     fewest, most = min(kinds.values()), max(kinds.values())
-    group_size, total = most if most < 1.5 * fewest else fewest, 0
-    for (kind, window, nbytes), n in kinds.items():
-        positions = page_size * (largest // nbytes)  # pages are equal in bytes
-        groups = -(-n // group_size)
-        total += groups * _pages(kind, window, length, positions, step_tokens)
+    group_size = most if most < 1.5 * fewest else fewest
+    total = sum(ceil(n / group_size) * pages(kind, window, page_size * largest // nbytes)
+                for (kind, window, nbytes), n in kinds.items())  # pages are equal in bytes
     return batch * total * group_size * page_size * largest
-
-
-def _pages(kind: str, window: int, length: int, page_size: int, step_tokens: int) -> int:
-    if kind == CHUNK:
-        return -(-min(window + step_tokens, length) // page_size)
-    if kind == WINDOW:
-        return -(-min(window - 1 + step_tokens, length) // page_size) + 1
-    return -(-length // page_size)
 
 
 def llama_cpp(memory: Memory, batch: int, length: int, swa_full: bool = False) -> int:
@@ -109,13 +106,13 @@ def llama_cpp(memory: Memory, batch: int, length: int, swa_full: bool = False) -
     Windows count only beside layers without: llama.cpp ignores those of Mistral, Phi-3 and others
     that have them in every layer.
     """
-    cells = -(-batch * length // CELLS) * CELLS
+    cells = ceil(batch * length / CELLS) * CELLS
     mixed = not swa_full and any(store.parts and not store.window for store in memory.stores)
     total = 0
     for store in memory.stores:
         held = cells
         if store.window and mixed:
-            held = -(-min(cells, store.window * batch + UBATCH) // CELLS) * CELLS
+            held = ceil(min(cells, store.window * batch + UBATCH) / CELLS) * CELLS
         states = batch * FLOAT32_BYTES * sum(state.size for state in store.states)
-        total += held * position_nbytes(store, 'float16') + states
+        total += held * store.position_nbytes('float16') + states
     return total

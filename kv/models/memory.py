@@ -13,15 +13,13 @@ import re
 from dataclasses import dataclass, field
 
 from config.errors import UserError
-from kv.plan import KVPlan
+from kv.plan import KV_DTYPES, KVPlan, checked_dtype
 
 FULL, WINDOW, CHUNK, STATE = 'full', 'window', 'chunk', 'state'
 CONV, RECURRENT = 'conv', 'recurrent'
-ALWAYS_FLOAT32 = 'float32'
 NANOKV = 'nanokv'
 INSTALL = "pip install 'transformers>=5.23'"
-MOST = 2_000  # layers, or experts of a layer
-COUNTS = re.compile(r'(^|_)(num|n)_(\w+_)?(layer|expert)s?$|coder_layers$')
+FLOAT32_BYTES = 4
 
 KINDS = {'full_attention': FULL, 'sliding_attention': WINDOW}
 COMMON = {'layer_types', 'num_key_value_heads', 'use_cache', 'cache_implementation',
@@ -48,12 +46,12 @@ class Part:
 class State:
     """An array per sequence. A convolution needs kernel - 1 inputs of each channel.
 
-    dtype: '' = the model's compute dtype. spare: inputs of a convolution that transformers keeps
-    beyond those.
+    float32: always in that dtype; otherwise in the model's. spare: inputs of a convolution that
+    transformers keeps beyond those.
     """
     kind: str
     shape: tuple[int, ...]
-    dtype: str = ''
+    float32: bool = False
     spare: int = 0
 
     @property
@@ -74,6 +72,18 @@ class Store:
         """Positions needed to go on after `length` tokens."""
         return min(length, self.window) if self.window else length
 
+    def position_nbytes(self, kv_dtype: str) -> int:
+        """Bytes of one position: elements, and a scale for each head's vector if quantized."""
+        element, scale = KV_DTYPES[checked_dtype(kv_dtype)]
+        return sum(part.heads * int(part.width * element + scale) for part in self.parts)
+
+    def states_nbytes(self, dtype: str, spare: bool = False) -> int:
+        """Bytes of the states of one sequence, in `dtype` where they are not always float32.
+        spare: with the inputs of convolutions that only transformers keeps."""
+        size = KV_DTYPES[checked_dtype(dtype)][0]
+        return sum((state.size + spare * state.spare * state.shape[0])
+                   * (FLOAT32_BYTES if state.float32 else size) for state in self.states)
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -89,15 +99,6 @@ class Memory:
     filled: dict = field(default_factory=dict)
 
 
-def check_sizes(config: dict) -> None:
-    """Raise UserError for numbers of layers or experts with which building would never end."""
-    for name, value in config.items():
-        if isinstance(value, dict):
-            check_sizes(value)
-        elif type(value) is int and value > MOST and COUNTS.search(str(name)):
-            raise UserError(f'this config has {name}={value:,}: at most {MOST:,} make sense')
-
-
 def memory_of_facts(config: dict, why: str) -> Memory:
     """Read the common keys of a text model's config.
 
@@ -106,9 +107,8 @@ def memory_of_facts(config: dict, why: str) -> Memory:
     Raises:
         UserError: if a necessary fact is missing or wrong, or another key may describe memory.
     """
-    check_sizes(config)
-    model_type, archs = str(config.get('model_type') or '?'), config.get('architectures')
-    if ENCODERS.search(f'{model_type} {archs}'):
+    model_type = str(config.get('model_type') or '?')
+    if ENCODERS.search(f"{model_type} {config.get('architectures')}"):
         raise UserError(f'{model_type} may be an encoder, which has no KV cache; {why}')
     for name, value in config.items():
         if value and name not in COMMON and SUSPICIOUS.search(name) and not HARMLESS.match(name):
@@ -127,42 +127,37 @@ def memory_of_facts(config: dict, why: str) -> Memory:
     n_layer = count('num_hidden_layers', 'n_layer')
     n_head = count('num_attention_heads', 'n_head')
     heads = count('num_key_value_heads', default=n_head)
-    if heads > n_head:
-        raise UserError(f'this config has {heads} K/V heads and {n_head} query heads')
-    width = config.get('head_dim')
-    if width is None:
-        hidden = count('hidden_size', 'n_embd')
-        if hidden % n_head:
-            raise UserError(f'this config has a width of {hidden}, which is not a multiple of its '
-                            f'{n_head} heads, and no head_dim')
-        width = hidden // n_head
-    width = count('head_dim', default=width)
+    given = config.get('head_dim') is not None
+    width = count('head_dim') * n_head if given else count('hidden_size', 'n_embd')
+    if heads > n_head or width % n_head:
+        raise UserError(f'this config has {heads} K/V heads, {n_head} query heads and a width of '
+                        f'{width:,}, which contradict each other')
+
     kinds, assumed = config.get('layer_types'), ()
-    windows = config.get('sliding_window') and config.get('use_sliding_window') is not False
     if kinds is None:
         kinds = ['full_attention'] * n_layer
-        if windows:
+        if config.get('sliding_window') and config.get('use_sliding_window') is not False:
             assumed = (f"it has windows ({config['sliding_window']}), but does not say in which "
                        'layers: all are counted as if they had none, which is an upper bound',)
     if not (isinstance(kinds, list) and len(kinds) == n_layer
             and all(isinstance(kind, str) and kind in KINDS for kind in kinds)):
         raise UserError(f'this config has layer_types={str(kinds)[:60]}: known are '
                         f"{' and '.join(KINDS)}, for each of {n_layer} layers; {why}")
-    parts = Part('K', heads, width), Part('V', heads, width)
-    stores = []
-    for i, kind in enumerate(kinds):
-        window = count('sliding_window') if KINDS[kind] == WINDOW else 0
-        stores.append(Store(KINDS[kind], (i,), parts, window))
-    return Memory(tuple(stores), n_layer, n_head, width, model_type, assumed)
+    parts = tuple(Part(name, heads, width // n_head) for name in ('K', 'V'))
+    stores = tuple(Store(KINDS[kind], (i,), parts,
+                         count('sliding_window') if KINDS[kind] == WINDOW else 0)
+                   for i, kind in enumerate(kinds))
+    return Memory(stores, n_layer, n_head, width // n_head, model_type, assumed)
 
 
 def memory_of_plan(plan: KVPlan) -> Memory:
     """A KV plan as the memory of a model."""
     stores = []
     for slot in plan.slots:
-        one = Part('latent' if slot.latent else 'K = V' if slot.tied else 'K', slot.n_kv_head,
-                   slot.head_dim)
-        parts = (one,) if slot.tied else (one, Part('V', slot.n_kv_head, slot.head_dim))
-        half = (State(RECURRENT, (slot.n_kv_head, slot.head_dim // 2)),) * slot.offset
-        stores.append(Store(WINDOW if slot.window else FULL, slot.layers, parts, slot.window, half))
+        shape = slot.n_kv_head, slot.head_dim
+        names = ('latent' if slot.latent else 'K = V',) if slot.tied else ('K', 'V')
+        half = State(RECURRENT, (slot.n_kv_head, slot.head_dim // 2))
+        stores.append(Store(WINDOW if slot.window else FULL, slot.layers,
+                            tuple(Part(name, *shape) for name in names), slot.window,
+                            (half,) * slot.offset))
     return Memory(tuple(stores), len(plan.layers), plan.n_head, plan.head_dim, NANOKV)

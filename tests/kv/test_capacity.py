@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
@@ -14,22 +14,12 @@ from model import GPT
 from tests.helpers.mechanisms import CHANGES, STACK
 from tests.helpers.models import FULL_STACK, configs
 
-SHAPES = [dict(n_layer=3, n_head=4, n_embd=24, vocab_size=30, block_size=16), FULL_STACK,
-          dict(FULL_STACK, bias=False, qk_norm=False),
-          dict(FULL_STACK, n_kv_head=2, mlp_hidden=33, layer_pattern='LG', kv_share='',
-               share_global_kv=False)]
-
-
-@pytest.mark.parametrize('shape', SHAPES)
-def test_parameters_are_the_models(shape):
-    config = GPTConfig(**shape)
-    n_params = GPT(config).get_num_params(non_embedding=False)
-    assert capacity.parameters(config, plan_kv(config)) == n_params
-
 
 @pytest.mark.filterwarnings('ignore:layer_pattern')
 @given(configs())
-def test_parameters_are_the_models_with_every_mechanism(config):
+@example(GPTConfig(**FULL_STACK))
+@example(GPTConfig(n_layer=3, n_head=4, n_embd=24, vocab_size=30, block_size=16))
+def test_parameters_are_the_models(config):
     n_params = GPT(config).get_num_params(non_embedding=False)
     assert capacity.parameters(config, plan_kv(config)) == n_params
 
@@ -72,12 +62,10 @@ def test_a_gpus_figures_by_hand(capsys):
 
 
 def test_a_limit_on_the_time_of_a_token(capsys):
-    free, _ = said(capsys, *MINE)
-    found, _ = said(capsys, *MINE, '--tpot=5')
-    assert found['ours']['step_seconds'] <= 0.005 < free['ours']['step_seconds']
-    assert 1 <= found['ours']['batch'] < free['ours']['batch']
-    assert found['ours']['sequences'] == free['ours']['sequences']
-    assert found['ours']['gpus'] >= free['ours']['gpus']
+    free, found = (said(capsys, *MINE, f'--tpot={ms}')[0]['ours'] for ms in (0, 5))
+    assert found['step_seconds'] <= 0.005 < free['step_seconds']
+    assert 1 <= found['batch'] < free['batch'] and found['gpus'] >= free['gpus']
+    assert found['sequences'] == free['sequences']
 
 
 def test_what_is_not_known_is_computed(capsys):
@@ -89,21 +77,15 @@ def test_what_does_not_fit_is_told(capsys):
     found, out = said(capsys, *MINE, '--memory=260MB')
     assert found['ours']['sequences'] == found['vanilla']['sequences'] == 0
     assert 'gpus' not in found['ours'] and ' - ' in out
-
-
-def test_a_limit_that_one_side_cannot_keep(capsys):
     found, out = said(capsys, *MINE, '--tpot=0.7')
-    assert found['vanilla']['batch'] == 0 < found['ours']['batch']
-    assert 'gpus' not in found['vanilla']
+    assert 'batch' in found['ours'] and not found['vanilla'].keys() & {'batch', 'gpus'}
     assert 'takes longer than tpot=0.7' in out
 
 
 @pytest.mark.parametrize('flag, named', [
-    ('--context=0', 'context=0'), ('--hit_rate=2', 'hit_rate=2'), ('--flops=many', "flops='many'"),
-    ('--away=-1', 'away=-1'),
-    ('--memory=much', "memory='much'"), ('--utilization=0', 'utilization=0'),
-    ('--flops=nan', "flops='nan'"),
-    ('--flops=inf', "flops='inf'"),
+    ('--context=0', 'context=0'), ('--hit_rate=2', 'hit_rate=2'), ('--flops=nan', "flops='nan'"),
+    ('--away=-1', 'away=-1'), ('--memory=much', "memory='much'"),
+    ('--utilization=0', 'utilization=0'),
     ('--pos_embedding=learned', '4,120 tokens is longer than the block_size=1024')])
 def test_wrong_settings(flag, named):
     with pytest.raises(UserError) as caught:
@@ -111,42 +93,13 @@ def test_wrong_settings(flag, named):
     assert named in str(caught.value)
 
 
-def counted_prefill(config, tokens, before):
-    """FLOPs of the matmuls in a cached prefill, counted as it runs: 2 * rows * n * k."""
-    model, flops = GPT(config).eval(), 0
-
-    def count(module, args, y):
-        nonlocal flops
-        flops += 2 * args[0].numel() * module.out_features
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear):
-            module.register_forward_hook(count)
-    cache = model.new_cache(1, before + tokens).fill_(before)
-    with torch.no_grad():
-        model(torch.zeros(1, tokens, dtype=torch.int64), cache=cache)
-    return flops
-
-
-@pytest.mark.parametrize('before', [0, 7])
-@pytest.mark.parametrize('fields', [
-    FULL_STACK, dict(FULL_STACK, kv_share='', share_global_kv=False),
-    dict(n_layer=2, n_head=2, n_embd=8, block_size=64,
-    vocab_size=23, bias=False)])
-def test_prefill_flops_are_those_of_the_matmuls_that_run(fields, before):
-    config, tokens = GPTConfig(**fields), 20
-    plan = plan_kv(config)
-    ends = [(layer, tokens if layer.index < plan.last_owner else 1) for layer in plan.layers]
-    seen = sum(min(before + tokens - k, layer.window or 999) for layer, n in ends for k in range(n))
-    attention = 4 * plan.n_head * plan.head_dim * seen
-    matmuls = counted_prefill(config, tokens, before)
-    assert capacity.prefill_flops(config, plan, tokens, before) == matmuls + attention
-
-
 @pytest.mark.parametrize('tokens, before', [(20, 0), (20, 7), (1, 30)])
-@pytest.mark.parametrize('name', CHANGES)
+@pytest.mark.parametrize('name', ['nothing', 'nothing shared', *CHANGES])
 def test_prefill_flops_with_every_mechanism(name, tokens, before):
     """Matmuls with weights, counted as they run; attention from the shapes that it gets."""
-    config = GPTConfig(**STACK | CHANGES[name])
+    unshared = dict(kv_share='', share_global_kv=False)
+    changes = {'nothing': {}, 'nothing shared': unshared} | CHANGES
+    config = GPTConfig(**STACK | changes[name])
     model, plan = GPT(config).eval(), plan_kv(config)
     cache = model.new_cache(1, before + tokens).fill_(before)
     plain, linear, absorbed, attended = cache.attend, 0, 0, 0
