@@ -15,6 +15,7 @@ from config.errors import UserError, shown
 from config.gpt_config import NANOGPT_FIELDS, GPTConfig
 from config.schema import GPT2_FOLDER, GPT2_TYPES
 from interop.fields import gpt_config
+from kv.plan import plan_kv
 from model import GPT
 from training.checkpoint import MASKS
 from training.load_model import check_layers
@@ -190,14 +191,25 @@ def _read_config(raw, path):
     """The GPTConfig of the model in the folder, without dropout."""
     if 'nanokv' not in raw:
         return _gpt2_config(raw, path)
-    is_gpt2 = raw.get('model_type') != 'nanokv'  # exported as one
+    exported_as_gpt2 = raw.get('model_type') != 'nanokv'
     try:
-        config = gpt_config(raw['nanokv'], {} if is_gpt2 else raw)
+        config = gpt_config(raw['nanokv'], {} if exported_as_gpt2 else raw)
     except ValueError as e:
         raise UserError(f'{path.parent}: {e}') from e
-    if is_gpt2:  # the keys of GPT-2 say all but whether there are biases
-        return dataclasses.replace(_gpt2_config(raw, path), bias=config.bias)
-    return dataclasses.replace(config, dropout=0.0)
+    config = dataclasses.replace(config, dropout=0.0)
+    if exported_as_gpt2:
+        gpt2 = _gpt2_config(raw, path)
+        config = dataclasses.replace(config, vocab_size=gpt2.vocab_size)  # may have been resized
+        if _architecture(config) != _architecture(gpt2):
+            raise UserError(f'{path}: its nanokv fields contradict the others')
+    return config
+
+
+def _architecture(config) -> tuple:
+    """The part that GPT2Config can express; different GPTConfigs may mean the same architecture."""
+    return (plan_kv(config), config.resolved_mlp_hidden, config.gelu, config.pos_embedding,
+            config.block_size, config.n_embd, config.qk_norm, config.kv_quant_train,
+            config.attn_sink, config.act_clamp)
 
 
 def _gpt2_config(raw, path):
