@@ -26,7 +26,7 @@ from config.schema import MODEL
 from kv.plan import plan_kv
 from model import GPT
 from training.adapt import check_forms, keep_trained
-from training.checkpoint import config_of, load_checkpoint, load_weights, restoring
+from training.checkpoint import config_of, load_checkpoint, load_weights
 from training.checkpoint_manager import CheckpointManager
 from training.load_model import model_of
 
@@ -91,12 +91,9 @@ def convert_checkpoint(source: Path, changes: dict) -> dict:
     model = GPT(new)
     load_weights(model, converted, source)
     config = vars(configurator.parse('train', [], echo=False)) | saved.get('config', {})
-    with restoring(source, 'config'):
-        optimizer = model.configure_optimizers(config['weight_decay'], config['learning_rate'],
-                                               (config['beta1'], config['beta2']), 'cpu')
-    return {'model': model.state_dict(), 'optimizer': optimizer.state_dict(),
+    return {'model': model.state_dict(), 'optimizer': {'state': {}, 'param_groups': []},
             'model_args': model_args(new), 'iter_num': 0, 'best_val_loss': torch.tensor(1e9),
-            'config': config | changes, 'tokens': saved.get('tokens', ''),
+            'holds_best': False, 'config': config | changes, 'tokens': saved.get('tokens', ''),
             'meta': saved.get('meta')}
 
 
@@ -117,11 +114,7 @@ def main(argv=None):
     if not changes:
         raise UserError(f'nothing to change: give one or more of {", ".join(MEMORY)}')
     checkpoint = convert_checkpoint(source, changes)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise UserError(f'{target.parent} cannot be created: {e}') from e
-    CheckpointManager(target.parent).save(checkpoint | {'holds_best': False})
+    CheckpointManager(target.parent).save(checkpoint)
     keep_trained(s, config_of(checkpoint, target))
     training = configurator.parse('train', argv[2:], echo=False).given
     if unused := sorted(training.keys() - {key.name for key in MODEL}):

@@ -5,8 +5,9 @@
     python -m interop.import_hf DEST out-again                       # and back, bit for bit
 
 DEST gets config.json, generation_config.json, the weights (safetensors), the tokenizer and copies
-of modeling_nanokv.py and configuration_nanokv.py of interop/, which trust_remote_code runs: read
-them. A vanilla model becomes a plain GPT2LMHeadModel, which needs no such files.
+of interop/modeling_nanokv.py and (as configuration_nanokv.py) interop/nanokv_vllm/config.py, which
+trust_remote_code runs: read them. A vanilla model becomes a plain GPT2LMHeadModel, which needs no
+such files.
 """
 from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
 import argparse
@@ -22,6 +23,7 @@ from config.errors import UserError
 from config.gpt_config import NANOGPT_FIELDS, GPTConfig, model_args
 from configurator import run_program
 from data.datasets import DATA_ROOT
+from interop.fields import derived_keys
 from interop.huggingface import GELUS, TRANSPOSED
 from interop.load import tokenizer_of
 from interop.tokenizer_files import save_tokenizer
@@ -30,7 +32,9 @@ from training.checkpoint_manager import checkpoint_in, load_to_resume
 from training.load_model import model_of
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
-MODELING = [Path(__file__).with_name(f'{name}_nanokv.py') for name in ('configuration', 'modeling')]
+# copied for trust_remote_code, under these names
+MODELING = {'configuration_nanokv.py': Path(__file__).parent / 'nanokv_vllm' / 'config.py',
+            'modeling_nanokv.py': Path(__file__).with_name('modeling_nanokv.py')}
 # fields that GPT2Config expresses, if the plan is vanilla; all others must be at their default
 GPT2_FIELDS = {*NANOGPT_FIELDS, 'n_kv_head', 'head_dim', 'layer_pattern', 'window_size', 'kv_share',
                'share_global_kv', 'rope_theta', 'mlp_hidden', 'gelu'}
@@ -75,8 +79,8 @@ def hf_model(model, dtype: torch.dtype = torch.float32, end: int | None = None,
     try:
         import transformers
 
-        from interop.configuration_nanokv import DEFAULTS
-        from interop.modeling_nanokv import NanoKVConfig, NanoKVForCausalLM
+        from interop.modeling_nanokv import NanoKVForCausalLM
+        from interop.nanokv_vllm.config import DEFAULTS, NanoKVConfig
     except ImportError as e:
         package = e.name or 'a newer transformers'
         raise UserError(f"exporting needs {package}: pip install -e '.[export]'") from e
@@ -93,7 +97,8 @@ def hf_model(model, dtype: torch.dtype = torch.float32, end: int | None = None,
         keys, weights = as_gpt2(weights, config)
         exported = transformers.GPT2LMHeadModel(transformers.GPT2Config(**keys, **notes))
     else:
-        exported = NanoKVForCausalLM(NanoKVConfig(auto_map=AUTO_MAP, **notes))
+        keys = derived_keys(config) | {'auto_map': AUTO_MAP}
+        exported = NanoKVForCausalLM(NanoKVConfig(**keys, **notes))
     exported.load_state_dict(weights)
     return exported.to(dtype).eval()
 
@@ -121,8 +126,8 @@ def export(source: Path, target: Path, dtype: str = 'float32', max_shard_size: s
             longest = 0 if config.pos_embedding == 'rope' else config.block_size
             save_tokenizer(tokenizer, folder, longest)
             if not is_gpt2(config):
-                for path in MODELING:
-                    shutil.copyfile(path, folder / path.name)
+                for name, path in MODELING.items():
+                    shutil.copyfile(path, folder / name)
             for path in folder.iterdir():
                 path.chmod(0o644)
             if target.exists():

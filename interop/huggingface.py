@@ -4,8 +4,8 @@ Names and shapes are nanoGPT's, with two differences: OpenAI stored matrices for
 input rows first), so four per block are transposed; and its GELU is the tanh form. Pickles are
 never read. https://github.com/karpathy/nanoGPT (model.py)
 """
-import contextlib
 import dataclasses
+import importlib
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from training.load_model import check_layers
 
 TRANSPOSED = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight')
 GELUS = {'gelu_new': 'tanh', 'gelu_pytorch_tanh': 'tanh', 'gelu': 'exact'}
-DTYPES = ('F64', 'F32', 'BF16', 'F16')
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Defaults of transformers' GPT2Config: sizes, and options that have only one value in our model
 SIZES = {'n_layer': 12, 'n_head': 12, 'n_embd': 768, 'n_positions': 1024, 'vocab_size': 50257}
 ONLY = {'model_type': 'gpt2', 'layer_norm_epsilon': 1e-5, 'scale_attn_weights': True,
@@ -45,8 +45,8 @@ def noted_source(source: str) -> tuple[str, str]:
 def from_pretrained(source: str, override_args: dict | None = None) -> GPT:
     """A GPT with the weights of `source`, on the CPU, in float32 and training mode, like nanoGPT's.
 
-    The config is read from the file, with dropout 0 as in nanoGPT. Tensors are read one at a time,
-    so peak memory is about one model and one tensor. Unlike nanoGPT's, it uses no random numbers.
+    The config is read from the file, with dropout 0 as in nanoGPT. Files are mapped into memory, so
+    peak memory is about one model. Unlike nanoGPT's, it uses no random numbers.
 
     source: 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder with config.json and
         model.safetensors (or shards and an index). A folder named gpt2 is './gpt2'.
@@ -57,7 +57,7 @@ def from_pretrained(source: str, override_args: dict | None = None) -> GPT:
     """
     overrides = dict(override_args or {})
     _check_overrides(overrides)
-    safe_open = _import('safetensors').safe_open
+    load_file = _import('safetensors.torch').load_file
     if source not in GPT2_TYPES and not Path(source).is_dir():
         raise UserError(f'{source!r} is neither {", ".join(map(repr, GPT2_TYPES))} nor a folder: '
                         f'give one of these, or {GPT2_FOLDER}')
@@ -72,12 +72,11 @@ def from_pretrained(source: str, override_args: dict | None = None) -> GPT:
         print(f"overriding {name}{' rate' * (name == 'dropout')} to {value}")
     config = dataclasses.replace(config, **overrides)
     untied = raw.get('tie_word_embeddings') is False
-    with contextlib.ExitStack() as files:
-        tensors = _open(folder, safe_open, files)
-        if raw.get('model_type') == 'nanokv':
-            return _load(config, tensors, folder, untied, transposed=())
-        stored = dataclasses.replace(config, bias=True)  # GPT2LMHeadModel always has biases
-        model = _load(stored, tensors, folder, untied, TRANSPOSED)
+    tensors = _open(folder, load_file)
+    if raw.get('model_type') == 'nanokv':
+        return _load(config, tensors, folder, untied, transposed=())
+    stored = dataclasses.replace(config, bias=True)  # GPT2LMHeadModel always has biases
+    model = _load(stored, tensors, folder, untied, TRANSPOSED)
     return model if config.bias else _without_biases(model, folder)
 
 
@@ -104,10 +103,10 @@ def _check_overrides(overrides):
 
 def _import(name):
     try:
-        return __import__(name)
+        return importlib.import_module(name)
     except ImportError as e:
-        raise UserError(f'loading GPT-2 needs the {name} package: pip install safetensors '
-                        'huggingface_hub (or pip install -e .[hf])') from e
+        raise UserError(f'loading GPT-2 needs the {name.partition(".")[0]} package: pip install '
+                        'safetensors huggingface_hub (or pip install -e .[hf])') from e
 
 
 def _download(model_type):
@@ -147,25 +146,25 @@ def read_json(path):
     return raw
 
 
-def _open(folder, safe_open, files):
-    """Return name -> (open safetensors file, name of the tensor there, its path) of the weights.
+def _open(folder, load_file):
+    """Return name -> (tensor, its path, its name there) of the weights, mapped from their files.
     Names are without the prefix `transformer.`, which only GPT2LMHeadModel has. Omits masks."""
     tensors = {}
     for path in _weight_files(folder):
         if not path.is_file():  # opening a FIFO would wait forever
-            raise UserError(f'{path} is not a regular file')
+            raise UserError(f'{path} is missing, or not a regular file')
         try:
-            file = files.enter_context(safe_open(path, framework='pt'))
+            stored = load_file(path)
         except Exception as e:  # SafetensorError, OSError
             raise UserError(f'{path} is damaged, or not a safetensors file ({_reason(e)}): '
                             'download or save it again') from e
-        for full_name in file.keys():
+        for full_name, x in stored.items():
             name = full_name.removeprefix('transformer.')
             if name in tensors:
                 raise UserError(f'{path} has {full_name} a second time '
-                                f'(it is in {tensors[name][2].name} too)')
+                                f'(it is in {tensors[name][1].name} too)')
             if not MASKS.fullmatch(name):
-                tensors[name] = file, full_name, path
+                tensors[name] = x, path, full_name
     return tensors
 
 
@@ -179,11 +178,7 @@ def _weight_files(folder):
         if not names or any(Path(name).name != name for name in names):
             raise UserError(f'{index} has no usable weight_map: it must map names of tensors to '
                             'files beside it')
-        paths = [folder / name for name in sorted(names)]
-        for path in paths:
-            if not path.is_file():
-                raise UserError(f'{path} is missing, which {index.name} names: copy it there')
-        return paths
+        return [folder / name for name in sorted(names)]
     pickles = sorted(path.name for path in folder.glob('*.bin'))
     if pickles:
         raise UserError(f'{folder} has weights only as a pickle ({pickles[0]}), which can run code '
@@ -252,11 +247,11 @@ def _load(config, tensors, folder, untied, transposed):
     model.transformer.wte.weight = model.lm_head.weight  # to_empty unties the two
     with torch.no_grad():
         for name, p in model.named_parameters():
-            x = _read(tensors[name.removeprefix('transformer.')])
+            x, *_ = tensors[name.removeprefix('transformer.')]
             p.copy_(x.t() if name.endswith(transposed) else x)
     head = tensors.get('lm_head.weight')
-    if head and not torch.equal(_read(head).float(), model.lm_head.weight):
-        raise UserError(f'{head[2]}: lm_head.weight differs from wte.weight; this model has one '
+    if head and not torch.equal(head[0].float(), model.lm_head.weight):
+        raise UserError(f'{head[1]}: lm_head.weight differs from wte.weight; this model has one '
                         'matrix for both (tie_word_embeddings)')
     return model
 
@@ -285,21 +280,12 @@ def _check_tensors(wanted, tensors, folder, untied, transposed):
         if names:
             raise UserError(f'the weights in {folder} {problem} {sorted(names)[0]} ({len(names)} '
                             'such in all): they are not those of the model in its config.json')
-    for name, (file, full_name, path) in tensors.items():
-        view = file.get_slice(full_name)
-        shape, dtype = tuple(view.get_shape()), view.get_dtype()
+    for name, (x, path, full_name) in tensors.items():
+        shape = tuple(x.shape)
         expected = tuple(wanted['wte.weight' if name in head else name].shape)
         expected = expected[::-1] if name.endswith(transposed) else expected
         if shape != expected:
             raise UserError(f'{path}: {full_name} is {shape}, config.json says {expected}')
-        if dtype not in DTYPES:
-            raise UserError(f'{path}: {full_name} is stored as {dtype}: '
-                            f'allowed are {", ".join(DTYPES)}')
-
-
-def _read(tensor):
-    file, full_name, path = tensor
-    try:
-        return file.get_tensor(full_name)
-    except Exception as e:  # a disk error, or a file truncated meanwhile
-        raise UserError(f'{path}: {full_name} cannot be read: {_reason(e)}') from e
+        if x.dtype not in DTYPES:
+            raise UserError(f'{path}: {full_name} is stored as {x.dtype}: '
+                            f'allowed are {", ".join(map(str, DTYPES))}')

@@ -1,6 +1,6 @@
 """nanoKV's GPT for Hugging Face transformers. `python -m interop.export` copies this file and
-configuration_nanokv.py next to the weights, so that they can be used with trust_remote_code=True,
-without nanoKV.
+nanokv_vllm/config.py, as configuration_nanokv.py, next to the weights, so that they can be used
+with trust_remote_code=True, without nanoKV.
 
 Keys and values are kept in transformers' own caches: by `layer_types`, local layers keep a window;
 by `kv_sharing_modes`, layers that read another layer's K and V keep nothing. Where one tensor is
@@ -98,11 +98,9 @@ class NanoKVAttention(nn.Module):
         self.owns = config.kv_owners[layer] == layer
         self.head_dim, self.dropout = head_dim, config.field('dropout')
         self.quantize = config.field('kv_quant_train') == 'int8'
-        local = config.layer_types[layer] == 'sliding_attention'
+        local = config.is_local(layer)
         self.window = config.sliding_window if local else None
-        self.latent = 0 if local else config.field('kv_latent')  # its width
-        tied = config.field('kv_tied')
-        self.tied = self.latent > 0 or tied == 'all' or tied == 'global' and not local
+        self.latent, self.tied = config.latent(layer), config.tied(layer)
         self.offset = config.field('key_offset') and not local
         # read by transformers' attention functions
         self.config, self.layer_idx, self.is_causal = config, layer, True

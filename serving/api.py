@@ -103,10 +103,6 @@ def _invalid(message, param=None, code=None) -> ApiError:
     return ApiError(400, message, param, code)
 
 
-def _too_long(message, param) -> ApiError:
-    return _invalid(message, param, 'context_length_exceeded')
-
-
 def _fields(document, table, unsupported, service) -> dict:
     """Return the checked fields of a document that are `present`."""
     if not isinstance(document, dict):
@@ -131,16 +127,11 @@ def _fields(document, table, unsupported, service) -> dict:
 
 def _changes_nothing(name, given, equivalent) -> bool:
     """Whether an unsupported field has the same effect as its omission, beside the others."""
-    value = given[name]
-    if name == 'tools' and given.get('tool_choice') == 'none':
-        return True
-    if name == 'best_of' and value == given.get('n', 1):
-        return True
-    if name == 'min_tokens' and not given.keys() & {'stop', 'stop_token_ids'}:
-        longest = given.get('max_tokens', given.get('max_completion_tokens'))
-        if given.get('ignore_eos') is True and value == longest:
-            return True
-    return value in equivalent
+    longest = given.get('max_tokens', given.get('max_completion_tokens'))
+    ends_early = given.get('ignore_eos') is not True or 'stop' in given or 'stop_token_ids' in given
+    also = {'tools': given.get('tool_choice') == 'none', 'best_of': given[name] == given.get('n'),
+            'min_tokens': given[name] == longest and not ends_early}
+    return given[name] in equivalent or also.get(name, False)
 
 
 def _checked(name, value, allowed, param):
@@ -210,7 +201,7 @@ def _prompts(value, service) -> list[list[int]]:
     """Parse a text, a list of texts, a list of token ids, or a list of such lists."""
     if value is None:
         raise _invalid('prompt is missing', 'prompt')
-    is_batch = isinstance(value, list) and value and all(isinstance(x, (str, list)) for x in value)
+    is_batch = isinstance(value, list) and all(isinstance(x, (str, list)) for x in value)
     prompts = value if is_batch else [value]
     if len(prompts) > MAX_CHOICES:
         raise _invalid(f'{len(prompts)} prompts: at most {MAX_CHOICES} at once', 'prompt')
@@ -228,18 +219,22 @@ def _prompt(prompt, service) -> list[int]:
                        'texts or of such lists', 'prompt')
     if not ids:
         raise _invalid('the prompt has no tokens: give at least one', 'prompt')
-    if len(ids) > service.max_positions:
-        raise _too_long(f'the prompt has {len(ids):,} tokens: at most '
-                        f'{service.max_positions:,}', 'prompt')
+    _check_positions('the prompt', len(ids), service, 'prompt')
     return ids
+
+
+def _check_positions(what, num_tokens, service, param, advice=''):
+    if num_tokens > service.max_positions:
+        raise _invalid(f'{what} has {num_tokens:,} tokens: at most {service.max_positions:,}'
+                       f'{advice}', param, 'context_length_exceeded')
 
 
 def _check_length(text, service, param):
     """Reject a text that is too long in any encoding, since encoding it would take long."""
     most = service.max_positions * service.tokenizer.longest
     if len(text) > most:
-        raise _too_long(f'{param} has {len(text):,} characters: {service.max_positions:,} tokens '
-                        f'are at most {most:,}', param)
+        raise _invalid(f'{param} has {len(text):,} characters: {service.max_positions:,} tokens '
+                       f'are at most {most:,}', param, 'context_length_exceeded')
 
 
 def _conversation(messages, service) -> list[int]:
@@ -249,7 +244,7 @@ def _conversation(messages, service) -> list[int]:
         raise _invalid(f'messages={shown(messages)}: must be a list of at least one message',
                        'messages')
     dialogue = Dialogue(service.tokenizer, service.template, strict=service.strict)
-    num_tokens = 0
+    num_tokens, advice = 0, '; leave out its oldest turns'
     for i, message in enumerate(messages):
         param = f'messages[{i}]'
         role, name, text = _message(message, param, service)
@@ -261,17 +256,12 @@ def _conversation(messages, service) -> list[int]:
             else:
                 dialogue.say(name, text)
         num_tokens += len(dialogue.turns[-1].ids)
-        _check_conversation(num_tokens, service)  # before the rest is encoded
+        # before the rest is encoded
+        _check_positions('the conversation', num_tokens, service, 'messages', advice)
     with _error_for('messages'):
         ids = dialogue.prompt(service.reply_as)
-    _check_conversation(len(ids), service)
+    _check_positions('the conversation', len(ids), service, 'messages', advice)
     return ids
-
-
-def _check_conversation(num_tokens, service):
-    if num_tokens > service.max_positions:
-        raise _too_long(f'the conversation has {num_tokens:,} tokens: at most '
-                        f'{service.max_positions:,}; leave out its oldest turns', 'messages')
 
 
 def _message(message, param, service) -> tuple[str, str, str]:

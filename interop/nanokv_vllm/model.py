@@ -23,6 +23,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
 from .config import NanoKVConfig
+from .shapes import shapes
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -98,7 +99,7 @@ class NanoKVAttention(nn.Module):
         self.clamp, qk_norm = config.field('act_clamp'), config.field('qk_norm')
         self.q_norm = nn.RMSNorm(D, eps=1e-6) if qk_norm else None
         self.k_norm = nn.RMSNorm(self.width, eps=1e-6) if qk_norm and self.owns else None
-        local = config.layer_types[layer] == 'sliding_attention'
+        local = config.is_local(layer)
         self.rotary = make_rotary(config, local, vllm_config.model_config.max_model_len)
         self.sink = sharded_parameter(self.n_head) if config.field('attn_sink') else None
         layers = prefix.removesuffix(f'{layer}.attn')  # prefix is '...h.LAYER.attn'
@@ -234,6 +235,7 @@ class NanoKVForCausalLM(nn.Module):
         super().__init__()
         config = vllm_config.model_config.hf_config
         self.config, self.quant_config = config, vllm_config.quant_config
+        self.shapes = shapes(config)
         self.transformer = NanoKVModel(vllm_config=vllm_config,
                                        prefix=maybe_prefix(prefix, 'transformer'))
         lm_head = vocab_parallel_embedding.ParallelLMHead(
@@ -253,13 +255,11 @@ class NanoKVForCausalLM(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Raises ValueError if a tensor is unknown or has the wrong shape (vLLM would load part of
         it)."""
-        shapes = self.config.shapes()
-
         def checked():
             for name, x in weights:
                 if name.startswith('lm_head.'):  # tied
                     continue
-                expected = shapes.get(name, 'nothing of it')
+                expected = self.shapes.get(name, 'nothing of it')
                 if tuple(x.shape) != expected:
                     raise ValueError(f'{name} is {tuple(x.shape)}, config.json says {expected}')
                 if '.attn.c_attn.' in name:

@@ -4,29 +4,26 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given
 from transformers import AttentionInterface, DynamicCache, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from config.gpt_config import GPTConfig, model_args
 from interop import import_hf
-from interop.configuration_nanokv import DEFAULTS, NanoKVConfig
 from interop.export import hf_model
 from interop.fields import derived_keys
 from interop.modeling_nanokv import NanoKVForCausalLM
-from tests.helpers.models import FULL_STACK, VOCAB, configs, full_logits, random_model, tokens
+from interop.nanokv_vllm.config import NanoKVConfig
+from tests.helpers.models import FULL_STACK, VOCAB, full_logits, random_model, tokens
 
 SHAPE = dict(n_layer=7, n_head=4, n_embd=24, block_size=64, vocab_size=VOCAB)
 SHAPES = {
-    'vanilla': SHAPE, 'no bias, tanh': dict(SHAPE, bias=False, gelu='tanh', mlp_hidden=30),
+    'vanilla': SHAPE,
     'gqa': dict(SHAPE, n_kv_head=2, pos_embedding='rope', layer_pattern='LLG', window_size=5,
-                rope_theta_global=1e5),
+                rope_theta_global=1e5, bias=False, gelu='tanh', mlp_hidden=30),
     'full': FULL_STACK,
     'first': dict(FULL_STACK, layer_pattern='GLLLLL', kv_share='ABBCCC', bias=False),
-    'local': dict(FULL_STACK, layer_pattern='L', kv_share='', share_global_kv=False),
-    'sinks': dict(FULL_STACK, attn_sink=True),
-    'sinks, mha': dict(SHAPE, attn_sink=True, gelu='relu2'),
-    'half of rope': dict(FULL_STACK, rope_fraction_global=0.5),
+    'local': dict(FULL_STACK, layer_pattern='L', kv_share='', share_global_kv=False, gelu='relu2'),
+    'sinks': dict(FULL_STACK, attn_sink=True, rope_fraction_global=0.5),
     'nope': dict(FULL_STACK, rope_fraction_global=0.0, act_clamp=0.5),
     'offset': dict(FULL_STACK, head_dim=8, key_offset=True, n_kv_head=2),
     'tied': dict(FULL_STACK, kv_tied='all', n_kv_head=2, rope_theta_global=1e4),
@@ -37,11 +34,15 @@ SHAPES = {
 NEAR = dict(rtol=0, atol=1e-4)
 
 
+def exported_config(config: GPTConfig) -> NanoKVConfig:
+    return NanoKVConfig(nanokv=model_args(config), **derived_keys(config))
+
+
 @pytest.fixture(params=SHAPES)
 def pair(request):
     config = GPTConfig(**SHAPES[request.param])
     ours = random_model(config, torch.float32)
-    theirs = NanoKVForCausalLM(NanoKVConfig(nanokv=model_args(config))).eval()
+    theirs = NanoKVForCausalLM(exported_config(config)).eval()
     theirs.load_state_dict(ours.state_dict())
     return ours, theirs
 
@@ -188,7 +189,7 @@ def test_a_file_comes_back_bit_for_bit(pair, tmp_path):
 
 
 def test_new_weights_are_those_of_training():
-    theirs = NanoKVForCausalLM(NanoKVConfig(nanokv=SHAPES['latents']))
+    theirs = NanoKVForCausalLM(exported_config(GPTConfig(**SHAPES['latents'])))
     attn = theirs.transformer.h[5].attn
     assert torch.equal(attn.sink, torch.zeros(4))
     for up in (attn.k_up, attn.v_up):
@@ -198,7 +199,7 @@ def test_new_weights_are_those_of_training():
 @pytest.mark.parametrize('name, attention, field', [
     ('sinks', 'flex_attention', 'attn_sink'), ('offset', 'flash_attention_2', 'key_offset')])
 def test_attention_without_a_mechanism_is_refused(name, attention, field):
-    theirs = NanoKVForCausalLM(NanoKVConfig(nanokv=SHAPES[name]))
+    theirs = NanoKVForCausalLM(exported_config(GPTConfig(**SHAPES[name])))
     theirs.config._attn_implementation = attention  # flash attention is not installed
     with pytest.raises(ValueError, match=f"'{attention}' does not have {field}=True: use 'sdpa'"):
         theirs(tokens(1, 4))
@@ -268,7 +269,7 @@ def test_positions_that_are_given(pair):
 
 
 def test_more_tokens_survive_their_file(tmp_path):
-    theirs = NanoKVForCausalLM(NanoKVConfig(nanokv=FULL_STACK)).eval()
+    theirs = NanoKVForCausalLM(exported_config(GPTConfig(**FULL_STACK))).eval()
     theirs.resize_token_embeddings(VOCAB + 3)
     theirs.save_pretrained(tmp_path)
     again = NanoKVForCausalLM.from_pretrained(tmp_path).eval()
@@ -311,51 +312,13 @@ def test_checkpointing_does_not_change_gradients(pair, reentrant):
 
 @torch.no_grad()
 def test_more_positions_than_were_learned_are_refused():
-    theirs = NanoKVForCausalLM(NanoKVConfig(nanokv=SHAPE)).eval()
+    theirs = NanoKVForCausalLM(exported_config(GPTConfig(**SHAPE))).eval()
     with pytest.raises(ValueError, match='65 tokens is longer than the 64 positions'):
         theirs(torch.zeros(1, 65, dtype=torch.long))
 
 
-@pytest.mark.parametrize('keys, message', [
-    (dict(nanokv=dict(query_temp=0.5)), 'query_temp=0.5 is not supported by this'),
-    (dict(nanokv=[1]), 'is not an object'),
-    (dict(nanokv=dict(n_layer='7')), "n_layer='7' is not int"),
-    (dict(nanokv=dict(n_layer=0)), 'n_layer=0'),
-    (dict(nanokv=dict(gelu='new')), "gelu='new'.*'exact', 'tanh'"),
-    (dict(nanokv=dict(kv_tied='local')), "kv_tied='local'.*'global', 'all'"),
-    (dict(nanokv=dict(layer_pattern='L', window_size=4, kv_tied='global')), 'no global layers'),
-    (dict(nanokv=dict(rope_fraction_global=0.5)), "rope_fraction_global=0.5.*='rope'"),
-    (dict(nanokv=dict(rope_fraction_global=1.5, pos_embedding='rope')), '=1.5: must be from 0'),
-    (dict(nanokv=dict(kv_latent=65)), 'kv_latent=65: must be a multiple of head_dim=64'),
-    (dict(nanokv=dict(kv_latent=64, pos_embedding='rope')), 'neither tied nor rotated'),
-    (dict(nanokv=dict(kv_latent=64, kv_tied='all')), 'neither tied nor rotated'),
-    (dict(nanokv=dict(key_offset=True, head_dim=6)), 'head_dim=6 to be a multiple of 4'),
-    (dict(nanokv=dict(key_offset=True, kv_latent=64)), 'neither tied nor latents'),
-    (dict(nanokv=dict(act_clamp=-1.0)), 'act_clamp=-1.0: must be at least 0'),
-    (dict(nanokv=dict(n_kv_head=5)), 'n_kv_head=5.*n_head=12'),
-    (dict(nanokv=dict(layer_pattern='GX')), "'GX'.*G and L"),
-    (dict(nanokv=dict(kv_share='AB')), "'AB'.*'G'"),
-    (dict(nanokv=dict(layer_pattern='L')), 'window_size=0'),
-    (dict(nanokv=SHAPE, num_hidden_layers=8), 'num_hidden_layers=8, but by nanokv it is 7'),
-    (dict(nanokv=FULL_STACK, sliding_window=6), 'sliding_window=6, but by nanokv it is 5')])
-def test_invalid_configs_are_refused(keys, message):
-    with pytest.raises(ValueError, match=message):
-        NanoKVConfig(**keys)
-
-
-@pytest.mark.filterwarnings('ignore:layer_pattern')
-@given(configs())
-def test_config_keys_follow_the_plan(config):
-    """The exported file has its own copy of the defaults and of the plan."""
-    assert DEFAULTS == {name: getattr(GPTConfig, name) for name in DEFAULTS}
-    exported = NanoKVConfig(nanokv=model_args(config)).to_dict()
-    assert exported['nanokv'] == model_args(config)
-    expected = derived_keys(config)
-    assert {name: exported[name] for name in expected} == expected
-
-
 def test_config_file_round_trip(tmp_path):
-    NanoKVConfig(nanokv=FULL_STACK).save_pretrained(tmp_path)
+    exported_config(GPTConfig(**FULL_STACK)).save_pretrained(tmp_path)
     again = NanoKVConfig.from_pretrained(tmp_path)
     assert GPTConfig(**again.nanokv) == GPTConfig(**FULL_STACK)
     assert again.layer_types == ['sliding_attention'] * 5 + ['full_attention', 'sliding_attention']

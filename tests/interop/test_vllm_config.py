@@ -2,10 +2,10 @@
 import pytest
 
 from config.gpt_config import GPTConfig, model_args
-from interop import configuration_nanokv
 from interop.export import hf_model
 from interop.fields import derived_keys
 from interop.nanokv_vllm.config import DEFAULTS, NanoKVConfig
+from interop.nanokv_vllm.shapes import shapes
 from kv import account
 from kv.plan import plan_kv
 from model import GPT
@@ -20,11 +20,11 @@ SHAPES = [FULL_STACK, dict(FULL_STACK, bias=False, qk_norm=False, n_kv_head=2, m
 
 
 def test_it_knows_the_fields_that_there_are():
-    assert DEFAULTS == configuration_nanokv.DEFAULTS
-    with pytest.raises(ValueError, match="colour='red' is not supported by this version of the pl"):
+    assert DEFAULTS == {name: getattr(GPTConfig, name) for name in DEFAULTS}
+    with pytest.raises(ValueError, match="colour='red' is not supported by this version of nanoKV"):
         NanoKVConfig(nanokv={'colour': 'red'})
     with pytest.raises(ValueError, match='nanokv.key_offset=True: vLLM'):
-        NanoKVConfig(nanokv={'key_offset': True})
+        shapes(NanoKVConfig(nanokv={'key_offset': True}))
 
 
 @pytest.mark.parametrize('shape', SHAPES)
@@ -40,5 +40,5 @@ def test_shapes_are_those_that_are_exported(shape):
     config = GPTConfig(**shape)
     weights = hf_model(GPT(config)).state_dict()
     del weights['lm_head.weight']  # tied
-    found = NanoKVConfig(nanokv=model_args(config), **derived_keys(config)).shapes()
+    found = shapes(NanoKVConfig(nanokv=model_args(config), **derived_keys(config)))
     assert found == {name: tuple(x.shape) for name, x in weights.items()}

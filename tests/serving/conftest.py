@@ -1,5 +1,6 @@
 """A server for a tiny random model: its application in this process, or a thread with a port."""
 import asyncio
+import functools
 import json
 import os
 import shutil
@@ -44,6 +45,7 @@ def in_background(call):
     return thread
 
 
+@functools.cache
 def expected(text, n=12, **params):
     """The completion from an engine that runs nothing else."""
     return alone(MODEL, text, SamplingParams(n, **params), tokenizer=TOKENIZER)

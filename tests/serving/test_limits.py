@@ -58,6 +58,8 @@ WRONG = [
     (dict(skip_special_tokens=False), 'skip_special_tokens', 'not supported'),
     (dict(logprobs=21), 'logprobs', '21'),
     (dict(stream='yes'), 'stream', "'yes'"),
+    *((dict({name: value}), name, 'true or false') for name in ('return_token_ids', 'ignore_eos')
+      for value in (0, 1.0, 'true', [1], {'a': 1})),
     (dict(stream=False, stream_options={'include_usage': True}), 'stream_options', 'stream=true'),
     (dict(stream=True, stream_options={'x': 1}), 'stream_options', "'x'"),
     (dict(stream=True, stream_options={'continuous_usage_stats': True}), 'stream_options', 'True'),
@@ -87,6 +89,7 @@ WRONG_CHATS += [(dict(messages=[message]), 'messages[0]', named) for message, na
     (USER | {'type': 'image'}, 'image'),
     (USER | {'name': 'a' * 61}, '61 characters'),
     (USER | {'name': 'd'}, "name='d'"),
+    *((USER | {'name': name}, 'name=') for name in (0, 'a\nb', 'a\x00')),
     (USER | {'name': 'Q'}, "'Q'"),
     ({'role': 'user', 'content': 'adb'}, 'a turn ends at'),
     ({'role': 'user', 'content': 'Hi'}, "'H'"),
@@ -102,7 +105,8 @@ def test_wrong_fields_are_named(serve):
                 body = json.dumps(document)
                 response = server.client.post(path, content=body, headers=JSON)
                 assert_refused(response, 400, named, param=param)
-    assert server.complete(stream_options={}).status_code == 200
+    assert server.complete(stream_options={}, max_tokens=1).status_code == 200
+    assert server.chat(USER | {'name': ''}, max_tokens=1).status_code == 200
     assert_refused(server.complete(model='other'), 404, 'other')
     assert_refused(server.chat(USER, model=5), 404, '5', param='model', code='model_not_found')
     assert_free(server.worker)

@@ -8,41 +8,37 @@ from tests.serving.conftest import CHAT, COMPLETIONS, USER, expected
 from tests.serving.test_answers import pieces
 
 
-@pytest.mark.parametrize('messages, rendered', [
-    ([{'role': 'system', 'content': nothing}, USER], 'acjabdbc')
-    for nothing in ('', ' \n', None, [], [{'type': 'text', 'text': None}])] + [
-    ([USER, {'role': 'system', 'content': 'hat'}, USER], 'acjabdhatdacjabdbc'),
-    ([USER, {'role': 'assistant', 'content': None, 'tool_calls': [], 'refusal': None}, USER],
-     'acjabdacjabdbc')], ids=str)
-def test_messages_that_say_nothing_and_system_messages_in_the_middle(serve, messages, rendered):
-    server, said = serve(), expected(rendered, seed=1, stop=('d',))
-    fields = dict(seed=1, return_token_ids=True, stream_options=None)
-    document = server.chat(*messages, **fields).json()
-    assert document['usage']['prompt_tokens'] == len(rendered)
-    assert document['choices'][0]['token_ids'] == said.tokens
+def test_messages_that_say_nothing_and_system_messages_in_the_middle(serve):
+    server = serve(prefix_budget=0)
+    nothing = '', ' \n', None, [], [{'type': 'text', 'text': None}]
+    for messages, rendered in [
+            *(([{'role': 'system', 'content': said}, USER], 'acjabdbc') for said in nothing),
+            ([USER, {'role': 'system', 'content': 'hat'}, USER], 'acjabdhatdacjabdbc'),
+            ([USER, {'role': 'assistant', 'content': None, 'tool_calls': [], 'refusal': None},
+              USER], 'acjabdacjabdbc')]:
+        document = server.chat(*messages, seed=1, return_token_ids=True, max_tokens=3).json()
+        assert document['usage']['prompt_tokens'] == len(rendered)
+        said = expected(rendered, 3, seed=1, stop=('d',))
+        assert document['choices'][0]['token_ids'] == said.tokens
 
 
-@pytest.mark.parametrize('fields', [
-    dict(chat_template_kwargs={}, function_call='auto', functions=[], echo=False,
-         spaces_between_special_tokens=True, add_generation_prompt=True,
-         continue_final_message=False),
-    dict(tools=[{'type': 'function'}], tool_choice='none'),
-    dict(messages=[USER | {'type': 'text', 'provider_specific_fields': {}}])], ids=str)
-def test_fields_of_a_chat_that_change_nothing(serve, fields):
+@pytest.mark.parametrize('path, same, fields', [
+    (CHAT, {}, dict(
+        chat_template_kwargs={}, function_call='auto', functions=[], echo=False,
+        spaces_between_special_tokens=True, add_generation_prompt=True,
+        continue_final_message=False, tools=[{'type': 'function'}], tool_choice='none',
+        messages=[USER | {'type': 'text', 'provider_specific_fields': {}}])),
+    (COMPLETIONS, {}, dict(
+        max_completion_tokens=9, min_tokens=9, ignore_eos=True, use_beam_search=False,
+        length_penalty=1.0, early_stopping=False, request_id='x',
+        include_stop_str_in_output=False)),
+    (COMPLETIONS, dict(n=2), dict(best_of=2))], ids=str)
+def test_fields_that_change_nothing(serve, path, same, fields):
     server = serve()
-    plain = server.chat(USER, seed=1).json()['choices']
-    assert server.post(CHAT, dict(messages=[USER], seed=1) | fields).json()['choices'] == plain
-
-
-@pytest.mark.parametrize('fields, same', [
-    (dict(n=2, best_of=2), dict(n=2)), (dict(max_completion_tokens=20), {}),
-    (dict(min_tokens=20, ignore_eos=True), {}),
-    (dict(use_beam_search=False, length_penalty=1.0, early_stopping=False, request_id='x',
-          include_stop_str_in_output=False), {})], ids=str)
-def test_fields_of_a_completion_that_change_nothing(serve, fields, same):
-    server = serve()
-    plain = server.complete(seed=1, max_tokens=20, **same).json()['choices']
-    assert server.complete(seed=1, max_tokens=20, **fields).json().get('choices') == plain
+    asked = dict(seed=1, max_tokens=9) | same
+    asked |= dict(messages=[USER]) if path == CHAT else dict(prompt='abc')
+    plain = server.post(path, asked).json()['choices']
+    assert server.post(path, asked | fields).json().get('choices') == plain
 
 
 def test_half_a_surrogate_pair_is_a_replacement_character(serve):

@@ -12,8 +12,6 @@ from serving.server import MAX_LOG_LINES, RequestLog
 from tests.helpers.serving import TOKENIZER
 from tests.serving.conftest import USER, assert_free, eventually, expected
 
-MESSAGES = [USER]
-
 
 def client_of(server, key='none'):
     return openai.OpenAI(base_url=f'http://127.0.0.1:{server.port}/v1', api_key=key,
@@ -74,25 +72,16 @@ def test_openais_client_completes(running):
 
 
 def test_openais_client_chats(running):
-    client, said = client_of(running()), expected('acjabdbc', 30, seed=1, stop=('d',))
-    fields = dict(model='tiny', messages=MESSAGES, max_tokens=30, seed=1)
-    whole = client.chat.completions.create(**fields)
-    [choice] = whole.choices
-    assert (choice.message.content, choice.finish_reason) == (said.text, said.finish_reason)
-    pieces = list(client.chat.completions.create(**fields, stream=True))
-    assert ''.join(piece.choices[0].delta.content or '' for piece in pieces) == said.text
-    assert pieces[-1].choices[0].finish_reason == said.finish_reason
-
-
-def test_openais_client_is_told_the_log_probabilities_of_a_chat(running):
     client, said = client_of(running()), expected('acjabdbc', 30, seed=1, stop=('d',), logprobs=3)
-    fields = dict(model='tiny', messages=MESSAGES, max_tokens=30, seed=1, logprobs=True,
+    fields = dict(model='tiny', messages=[USER], max_tokens=30, seed=1, logprobs=True,
                   top_logprobs=3)
-    whole = client.chat.completions.create(**fields).choices[0].logprobs.content
-    streamed = [entry for piece in client.chat.completions.create(**fields, stream=True)
-                for choice in piece.choices
-                for entry in (choice.logprobs.content if choice.logprobs else [])]
-    for entries in (whole, streamed):
+    [choice] = client.chat.completions.create(**fields).choices
+    assert (choice.message.content, choice.finish_reason) == (said.text, said.finish_reason)
+    pieces = [piece.choices[0] for piece in client.chat.completions.create(**fields, stream=True)]
+    assert ''.join(piece.delta.content or '' for piece in pieces) == said.text
+    assert pieces[-1].finish_reason == said.finish_reason
+    streamed = [entry for piece in pieces if piece.logprobs for entry in piece.logprobs.content]
+    for entries in (choice.logprobs.content, streamed):
         for entry, it in zip(entries, said.logprobs, strict=True):
             text = TOKENIZER.decode([it.token])
             assert (entry.token, bytes(entry.bytes)) == (text, text.encode())

@@ -9,7 +9,8 @@ import torch
 
 from config.gpt_config import GPTConfig, model_args
 from interop.export import hf_model
-from interop.modeling_nanokv import NanoKVConfig
+from interop.fields import derived_keys
+from interop.nanokv_vllm.config import NanoKVConfig
 from kv.plan import plan_kv
 from tests.helpers.models import full_logits, random_model
 
@@ -82,8 +83,8 @@ def test_its_memory_of_a_request_is_small_there_too(tmp_path):
     config = GPTConfig(n_kv_head=1, layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True,
                        pos_embedding='rope',
                        qk_norm=True, window_size=256, block_size=1024, bias=False)
-    NanoKVConfig(nanokv=model_args(config),
-                 architectures=['NanoKVForCausalLM']).save_pretrained(tmp_path)
+    NanoKVConfig(nanokv=model_args(config), architectures=['NanoKVForCausalLM'],
+                 **derived_keys(config)).save_pretrained(tmp_path)
     done = subprocess.run([sys.executable, '-m', 'interop.nanokv_vllm.kv', str(tmp_path),
                            '--max_model_len=8192'],
                           capture_output=True, text=True)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
-from interop.configuration_nanokv import NanoKVConfig
+from interop.fields import derived_keys
 from kv import account
 from kv.plan import plan_kv
 from tests.helpers.hf_families import FAMILIES
@@ -72,7 +72,7 @@ def test_states_by_hand():
 
 def test_our_own_exported_models():
     plan = plan_kv(GPTConfig(**STACK))
-    config = NanoKVConfig(nanokv=STACK).to_dict()
+    config = {'model_type': 'nanokv', 'nanokv': STACK} | derived_keys(GPTConfig(**STACK))
     for kv_dtype in ('bfloat16', 'int8', 'int4'):
         found = account(config, batch=2, max_seq_len=1000, kv_dtype=kv_dtype)
         assert found['bytes'] == plan.nbytes(2, 1000, kv_dtype)
