@@ -23,8 +23,8 @@ CORE_TOKENS = 15_500
 # The largest number of lines of Python in each room. A change that makes a room smaller lowers its
 # number. These are the sizes of today; the aim is 24,000 lines without tests, 22,500 of tests.
 BUDGETS = {
-    'train.py sample.py chat.py serve.py ablate.py bench.py': 1_035,
-    'lab/': 7_384,
+    'train.py sample.py chat.py serve.py ablate.py bench.py': 1_032,
+    'lab/': 6_956,
     'serving/': 1_478,
     'interop/': 2_001,
     'training/': 4_127,
@@ -33,7 +33,7 @@ BUDGETS = {
     'kv/': 1_667,  # without the core
     'data/': 2_767,
     'config/ configurator.py': 1_987,
-    'tests/': 30_755,
+    'tests/': 30_661,
 }
 house = pytest.mark.house
 
