@@ -72,19 +72,14 @@ def train_all(ladder, results, argv, only) -> int:
     devices = [name.strip() for name in (s.devices or s.device).split(',')]
     for name in devices:
         pick_device(name)
-    failed = []
-
-    def ended(job, error):
-        if error:
-            failed.append(job)
-            results.write_failure(*next(run for run, other in jobs.items() if other is job), error)
     # rows with converted weights after the rows they come from
     for depth in sorted({ladder.depth(row) for row in ladder.rows.values()}):
         jobs = {run: job for run, job in jobs_of(ladder, results, argv, only).items()
                 if ladder.depth(run[0]) == depth}
-        if jobs:
-            run_jobs(list(jobs.values()), devices, s.jobs, ended)
-    return len(failed)
+        errors = run_jobs(list(jobs.values()), devices, s.jobs) if jobs else {}
+        results.failures |= {(row.name, seed): errors[job.name]
+                             for (row, seed), job in jobs.items() if job.name in errors}
+    return len(results.failures)
 
 
 def chosen(ladder) -> set:
@@ -106,7 +101,9 @@ def measured_speed(ladder, results, measure: bool) -> dict | None:
     if not ladder.s.speed:
         return None
     path, speed = results.folder / 'speed.json', cost.Speed(ladder)
-    found = speed.of(read_json(path))
+    found = read_json(path)
+    if found and found['fingerprint'] != speed.fingerprint:
+        found = None
     if measure and not found:
         found = speed.measure()
         write_json(path, found)

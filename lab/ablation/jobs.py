@@ -76,29 +76,32 @@ def environment(threads: int) -> dict:
     return {'OMP_NUM_THREADS': str(threads)} | os.environ | {'PYTHONPATH': path}
 
 
-def run_jobs(jobs: list[Job], devices: list[str], at_once: int = 1,
-             on_end=lambda job, error: None) -> None:
+def run_jobs(jobs: list[Job], devices: list[str], at_once: int = 1) -> dict[str, str]:
     """Run `jobs`, `at_once` of them on each device. A failed job does not stop the others.
+    Returns name -> error of the failed ones.
 
     Ctrl-C, SIGTERM or any exception here terminates the running jobs and waits until they have
     saved their checkpoints.
-
-    on_end: called in this thread with each finished job and its error ('' if it succeeded).
     """
-    waiting, running = deque(jobs), []
+    waiting, running, errors = deque(jobs), [], {}
     free = devices * at_once
-    threads, bars = max(1, cores() // len(free)), _Bars(jobs)
-    with bars.progress, _sigterm_raises():
+    threads, n_ended = max(1, cores() // len(free)), 0
+    console = Console(stderr=True)
+    bar = progress.Progress(
+        *progress.Progress.get_default_columns(), progress.MofNCompleteColumn(), console=console,
+        disable=not console.is_terminal, speed_estimate_period=600)
+    task = bar.add_task(f'{len(jobs)} runs, iterations', total=sum(job.iterations for job in jobs))
+    plain = dict(highlight=False, markup=False)
+    with bar, _sigterm_raises():
         try:
             while waiting or running:
                 while waiting and free:
                     job = waiting.popleft()
                     job.device = free.pop(0)
+                    console.print(f'{job.name}: starts on {job.device}', **plain)
                     job.start(threads)
                     running.append(job)
-                    bars.started(job)
                 for job in list(running):
-                    bars.update(job)
                     status = job.process.poll()
                     if status == 0 and job.stage + 1 < len(job.commands):
                         job.stage += 1
@@ -106,15 +109,20 @@ def run_jobs(jobs: list[Job], devices: list[str], at_once: int = 1,
                     elif status is not None:
                         running.remove(job)
                         free.append(job.device)
-                        error = job.error()
-                        bars.ended(job, error)
-                        on_end(job, error)
+                        n_ended += 1
+                        if error := job.error():
+                            errors[job.name] = error
+                            console.print(f'{job.name}: failed: {error}', style='red', **plain)
+                        else:
+                            console.print(f'{job.name}: done ({n_ended} of {len(jobs)})', **plain)
+                bar.update(task, completed=sum(job.iteration() for job in jobs))
                 time.sleep(POLL if running else 0)
         finally:
             for job in running:
                 job.process.terminate()  # background processes ignore SIGINT
             for job in running:
                 job.process.wait()
+    return errors
 
 
 @contextlib.contextmanager
@@ -129,52 +137,3 @@ def _sigterm_raises():
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-class _Bars:
-    """One progress bar for all jobs and one for each running job. Without a terminal, one line for
-    each job that starts or ends."""
-
-    def __init__(self, jobs):
-        self.console = Console(stderr=True)
-        self.progress = progress.Progress(
-            progress.TextColumn('{task.description:40.40}', markup=False), progress.BarColumn(),
-            progress.MofNCompleteColumn(), progress.TimeElapsedColumn(),
-            progress.TextColumn('ETA'), progress.TimeRemainingColumn(elapsed_when_finished=True),
-            console=self.console, disable=not self.console.is_terminal, speed_estimate_period=600)
-        self.done = {job.name: job.iteration() for job in jobs}
-        self.all = self.progress.add_task(
-            f'all {len(jobs)} runs, iterations', completed=sum(self.done.values()),
-            total=sum(job.iterations for job in jobs))
-        self.tasks, self.n_ended = {}, 0
-
-    def _print(self, line, style=None):
-        self.console.print(line, style=style, highlight=False, markup=False)
-
-    def started(self, job):
-        done = self.done[job.name]
-        name = f'{job.name} on {job.device}' if job.device else job.name
-        if not self.console.is_terminal:
-            self._print(f'{name}: starts' + (f' at iteration {done}' if done else ''))
-        self.tasks[job.name] = self.progress.add_task(f'  {name}', total=job.iterations,
-                                                      completed=done)
-
-    def update(self, job):
-        measures = 0 < job.stage == len(job.commands) - 1
-        name = f'{job.name}: measuring' if measures else job.name
-        self._advance(job, job.iteration())
-        self.progress.update(self.tasks[job.name], completed=self.done[job.name],
-                             description=f'  {name}')
-
-    def _advance(self, job, done):
-        self.progress.advance(self.all, done - self.done[job.name])
-        self.done[job.name] = done
-
-    def ended(self, job, error):
-        self.n_ended += 1
-        self.progress.remove_task(self.tasks[job.name])
-        self._advance(job, job.iterations)
-        if error:
-            self._print(f'{job.name}: failed: {error}', 'red')
-        else:
-            self._print(f'{job.name}: done ({self.n_ended} of {len(self.done)})')

@@ -198,7 +198,6 @@ def main(argv=None):
         except Exception as e:  # the other rows with these weights can still be measured
             traceback.print_exc()
             failures.append(f'measuring {row.name}: {type(e).__name__}: {e}')
-            results.write_failure(row, seed, failures[-1])
     if failures:
         raise UserError('; '.join(failures))
 

@@ -1,12 +1,14 @@
 """Write the report of a summary: results.json, report.md, pictures, and the main table as
 table.csv. Print its tables on the terminal."""
+import statistics
 
 from kv.console import output
 from lab.ablation import tables
-from lab.ablation.pictures import TITLES, not_drawn, write_all
+from lab.ablation.cells import plus_minus
+from lab.ablation.pictures import TITLES, write_all
+from lab.ablation.stats import enough
+from lab.ablation.summary import COMPARED
 from lab.files import write_json, write_whole
-
-CURVES = 'evaluations', 'gap', 'loss_by_position'
 
 
 def write_report(summary: dict, folder, also_as: str = '') -> None:
@@ -20,25 +22,24 @@ def write_report(summary: dict, folder, also_as: str = '') -> None:
 
 
 def without_curves(summary: dict) -> dict:
-    """The summary without what is only drawn. The runs have it."""
-    rows = [{key: value for key, value in row.items() if key not in CURVES}
+    """The summary without the losses by position, which the runs have."""
+    rows = [{key: value for key, value in row.items() if key != 'loss_by_position'}
             for row in summary['rows']]
     return {key: value for key, value in summary.items() if key != 'lookup_rows'} | {'rows': rows}
 
 
 def markdown(summary: dict, pictures: list[str]) -> str:
     """Return report.md. pictures: names of the pictures in its folder."""
-    parts = [f'# {tables.title(summary)}', ' '.join(tables.in_short(summary)),
-             ' '.join(tables.caveats(summary))]
-    warnings = tables.shortcomings(summary) + not_drawn(summary)
-    if warnings:
+    parts = [f"# {summary['name']}: what each saving costs and buys",
+             ' '.join(in_short(summary)), ' '.join(caveats(summary))]
+    if warnings := shortcomings(summary):
         parts.append('\n'.join(f'- {line}' for line in warnings))
     for name in pictures:
         parts += [f'![{TITLES[name]}]({name}.png)', f'{TITLES[name]}.']
     for table in tables.grids(summary):
         parts += [f'{table.title}.', table.markdown()]
-    parts += [*tables.notes(summary), '## Rows']
-    rows = [f"- **{row['name']}**: {tables.changed(row)}  \n  `{row['command']}`"
+    parts += [*notes(summary), '## Rows']
+    rows = [f"- **{row['name']}**: {changed(row)}  \n  `{row['command']}`"
             for row in summary['rows']]
     return '\n\n'.join([*filter(None, parts), '\n'.join(rows)]) + '\n'
 
@@ -47,9 +48,145 @@ def show(summary: dict) -> None:
     """Print the same tables on the terminal."""
     console = output()
     plain = dict(highlight=False, markup=False, soft_wrap=True)
-    for line in (tables.facts_line(summary), *tables.in_short(summary), *tables.caveats(summary)):
+    for line in (facts_line(summary), *in_short(summary), *caveats(summary)):
         console.print(line, **plain)
-    for line in tables.shortcomings(summary) + not_drawn(summary):
+    for line in shortcomings(summary):
         console.print(line, style='red', **plain)
     for table in tables.grids(summary):
         table.print(console)
+
+
+def certain(difference: dict) -> bool:
+    return abs(difference['mean']) > difference['half_95']
+
+
+def verdict(difference: dict) -> str:
+    """Describe in words what a paired difference of losses shows."""
+    each = difference['each']
+    if not enough(difference):
+        return 'too few seeds for an interval'
+    if certain(difference):
+        stands = ', for all rows together too (Holm)' if difference.get('stands') else ''
+        return f'the interval excludes zero{stands}'
+    if min(each) <= 0 <= max(each):
+        return 'not distinguishable'
+    return (f"not distinguishable; all {len(each)} differences are "
+            f"{'positive' if min(each) > 0 else 'negative'} "
+            f'(sign test: p = {0.5 ** (len(each) - 1):.2g})')
+
+
+def in_short(summary: dict) -> list[str]:
+    """Three sentences: what the ladder's last row saves, what that costs, and which steps the
+    seeds can tell apart."""
+    ladder = [row for row in summary['rows'] if not row['side'] and 'val_loss' in row]
+    if not ladder or ladder[-1]['name'] == summary['baseline']:
+        return []
+    last, kv = ladder[-1], ladder[-1]['kv']
+    lines = [f"{last['name']!r}, the last row of the ladder, holds {kv['smaller']:.1f} times "
+             f"fewer KV bytes at T={kv['T']:,} than vanilla GPT-2 in bfloat16."]
+    if difference := last.get('against_baseline'):
+        lines.append(f"Its validation loss is {last['val_loss']['mean']:.4f}; the difference from "
+                     f"{summary['baseline']!r} is {plus_minus(difference)}: {verdict(difference)}.")
+    steps = {row['name']: row['against_above'] for row in ladder
+             if enough(row.get('against_above'))}
+    if not steps:
+        return [*lines, 'No step down the ladder has the three seeds that an interval needs.']
+    apart = [f"{name!r} ({'higher' if step['mean'] > 0 else 'lower'} loss)"
+             for name, step in steps.items() if certain(step)]
+    have = 'has' if len(apart) == 1 else 'have'
+    names = f": {', '.join(apart)}" if apart else ''
+    return [*lines, f'Of the {len(steps)} steps down the ladder, {len(apart)} {have} an interval '
+                    f'that excludes zero{names}.']
+
+
+def caveats(summary: dict) -> list[str]:
+    """Return sentences on what the losses of this ladder do not show."""
+    lines = []
+    known = {(row['name'], row[key]['mean']): row[key] for row in summary['rows']
+             for key in COMPARED if enough(row.get(key))}
+    if len(known) > 1:
+        lines.append(f'{len(known)} intervals are shown, each by itself: about one in twenty '
+                     'excludes zero where there is no difference. Differences marked * are '
+                     'significant at 5% for all rows together that have three seeds and are '
+                     'compared with the same kind of row (Holm 1979).')
+    if known:
+        lines.append('Intervals cover the variation between seeds, not the choice of validation '
+                     'text.')
+    halves = [each['evaluation_half_95'] for each in known.values()
+              if each.get('evaluation_half_95') is not None]
+    if halves:
+        lines.append(f'Other windows of the same text would move {len(halves)} of these '
+                     f'{len(known)} differences by at most ±{max(halves):.4f} (95%, paired '
+                     'bootstrap over windows).')
+    baseline = next(row for row in summary['rows'] if row['name'] == summary['baseline'])
+    losses = baseline.get('loss_by_position', ())
+    start = flat_from(losses)
+    if 0 < start <= len(losses) // 4:
+        lines.append(f"The baseline's loss hardly depends on the position beyond {start} tokens: "
+                     'on this text the loss cannot show the cost of forgetting older tokens.')
+    return lines
+
+
+def flat_from(losses) -> int:
+    """Return the position after which all means of 16 losses are within 0.05 nats of the mean of
+    the second half; 0 for fewer than 64 losses."""
+    blocks = [statistics.fmean(losses[i:i + 16]) for i in range(0, len(losses) - 15, 16)]
+    if len(blocks) < 4:
+        return 0
+    level = statistics.fmean(blocks[len(blocks) // 2:])
+    return 16 * max((i + 1 for i, x in enumerate(blocks) if abs(x - level) > 0.05), default=0)
+
+
+def shortcomings(summary: dict) -> list[str]:
+    """One line for each failed run and each failed measurement, and one for all runs that have not
+    been trained yet."""
+    lines = [f"{row['name']}: failed with seed {seed}: {error}" for row in summary['rows']
+             for seed, error in row['failed'].items()]
+    for cell in summary['speed']['cells'] if summary['speed'] else ():
+        at = f"{cell['kind']}, {cell['context']:,} tokens, batch {cell['batch']}" \
+            if cell['context'] else cell['kind']
+        lines += [f"{name}: not timed ({at}): {found['error']}"
+                  for name, found in cell['rows'].items() if 'error' in found]
+    waiting = []
+    for row in summary['rows']:
+        if seeds := [str(seed) for seed in row['seeds_missing'] if seed not in row['failed']]:
+            plural = 's' if len(seeds) > 1 else ''
+            waiting.append(f"{row['name']} (seed{plural} {', '.join(seeds)})")
+    return lines + ([f"not trained yet: {'; '.join(waiting)}"] if waiting else [])
+
+
+def notes(summary: dict) -> list[str]:
+    """The paragraphs below the tables."""
+    through = sorted({name for row in summary['rows'] if row['kv']['dtype'] == 'bfloat16'
+                      for name in row.get('judged_through', ())} - {'bfloat16'})
+    note = (' (the losses of these rows were computed through a cache in '
+            f"{' or '.join(through)})") if through else ''
+    explanation = (
+        'Written by ablate.py from the files in this folder. A row is one change from the '
+        'row above it, a side row (from ...) from the row that it names. KV bytes assume '
+        f'bfloat16 where a row does not set its storage{note}, and are compared with vanilla '
+        "GPT-2 in bfloat16; the caches were allocated, and their sizes equal the plan's "
+        'arithmetic.')
+    return [facts_line(summary), explanation]
+
+
+def changed(row: dict) -> str:
+    changes = [f'{name}={value!r}' for name, value in row['changes'].items()]
+    return ', '.join(changes) or 'as the base config'
+
+
+def facts_line(summary: dict) -> str:
+    """Data, size of the runs, hardware and versions in one line."""
+    facts = summary['facts']
+    if not facts['dataset']:
+        return 'Nothing was measured yet.'
+
+    def each(name, form=''):
+        return ' or '.join(format(x, form) for x in facts[name])
+    line = (f"{each('dataset')}, {each('iterations', ',')} iterations of B={each('B')} x "
+            f"T={each('T')} ({each('tokens', ',')} tokens), {each('dtype')}, {each('hardware')}, "
+            f"torch {each('torch')}")
+    if 'val_windows' in facts:
+        line += (f"; validation on {each('val_windows', ',')} windows "
+                 f"({each('val_tokens', ',')} tokens), through the cache")
+    return line + '.'

@@ -1,7 +1,6 @@
 """The files of a ladder. Each row and seed is a line of runs.jsonl, so that a ladder can be
 measured on several machines."""
 import json
-import textwrap
 from collections import Counter
 from pathlib import Path
 
@@ -60,7 +59,7 @@ def append(path: Path, document: dict) -> None:
 
 class Results:
     """A ladder's folder: runs.jsonl, speed.json, the report made from them, and runs/ with the
-    checkpoints and failures.jsonl (not committed).
+    checkpoints (not committed).
 
     runs.jsonl has a line for each row and seed; the last line of a row and seed counts. The
     settings of a run are stored as their difference from the nearest line {"base": settings} above
@@ -71,7 +70,7 @@ class Results:
         self.ladder = ladder
         self.folder = Path(ladder.s.folder) if ladder.s.folder else RESULTS / ladder.s.name
         self.path = self.folder / 'runs.jsonl'
-        self.failures_path = self.folder / 'runs' / 'failures.jsonl'
+        self.failures = {}  # (name of the trained row, seed) -> error
         self._read = None, {}  # status of the file when it was read, and its runs
 
     def out_dir(self, row, seed: int) -> Path:
@@ -112,8 +111,6 @@ class Results:
     def write(self, row, seed: int, run: dict) -> None:
         """Append a run, with whole settings. Several processes may do so at once."""
         append(self.path, {'row': row.name, 'seed': seed, **run})
-        if self.failed(row, seed):
-            self.write_failure(row, seed, '')
 
     def compact(self) -> None:
         """Sort the runs and store only what differs from the settings that most of them have."""
@@ -133,35 +130,21 @@ class Results:
     def other_core(self, speed: dict | None) -> list[str]:
         """Return lines on results measured with another version of the core, and on those that do
         not record theirs; none if there are no such results. speed: that of speed.json, if used."""
-        runs = {f'{row.name}, seed {seed}': self.read(row, seed)
-                for row in self.ladder.rows.values() for seed in self.seeds(row)}
-        cores = {name: run.get('core') for name, run in (runs | {'speed.json': speed}).items()
-                 if run}
-        unknown = sum(core is None for core in cores.values())
-        other = [name for name, core in cores.items() if core not in (None, core_digest())]
-
+        runs = [self.read(row, seed) for row in self.ladder.rows.values()
+                for seed in self.seeds(row)]
+        cores = [run.get('core') for run in (*runs, speed) if run]
+        unknown = cores.count(None)
+        other = len(cores) - unknown - cores.count(core_digest())
         lines = []
         if other:
-            names = textwrap.shorten('; '.join(other), 200, placeholder=' ...')
-            lines.append(f'{len(other)} of {len(cores)} results were measured with another version '
-                         f'of the core (model.py, generate.py, kv/, attention/): {names}. Delete '
-                         'their lines in runs.jsonl, or speed.json, to measure again, and runs/ '
-                         'to train again')
+            lines.append(f'{other} of {len(cores)} results were measured with another version of '
+                         'the core (model.py, generate.py, kv/, attention/). Delete their lines '
+                         'in runs.jsonl, or speed.json, to measure again, and runs/ to train again')
         if unknown:
             lines.append(f'{unknown} of {len(cores)} results do not record their version of the '
                          'core')
         return lines
 
     def failed(self, row, seed: int) -> str:
-        """Return the training or measurement error of a failed run; '' if there is none."""
-        if not self.failures_path.exists():
-            return ''
-        errors = {(line['row'], line['seed'], line['training']): line['error']
-                  for line in read_lines(self.failures_path)}
-        keys = ((each.name, seed, self.ladder.training(row))
-                for each in (row, self.ladder.trainer(row)))
-        return next(filter(None, map(errors.get, keys)), '')
-
-    def write_failure(self, row, seed: int, error: str) -> None:
-        append(self.failures_path, {'row': row.name, 'seed': seed, 'error': error,
-                                    'training': self.ladder.training(row)})
+        """Return the error of a run that failed in this process; '' if there is none."""
+        return self.failures.get((self.ladder.trainer(row).name, seed), '')

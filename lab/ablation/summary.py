@@ -11,38 +11,8 @@ from lab.ablation.results import read_json
 from lab.ablation.stats import enough, evaluation_half, holm, mean_sd, paired_difference
 
 LEARNED = 0.95  # rows are compared at distances where the baseline's recall is at least this
-# runs with the same seed and these settings are evaluated on the same windows during training
-COMPARABLE = 'eval_iters', 'batch_size'
 COMPARED = 'against_above', 'against_first', 'against_baseline'
 INFERENCE_KEYS = {*(key.name for key in MODEL), 'kv_dtype', 'weight_dtype', 'at_inference'}
-
-
-def mean_curve(curves: list[list]) -> dict:
-    """Mean, minimum and maximum of several curves [[iteration, loss], ...] at the iterations that
-    all of them have."""
-    by_iteration = [{i: loss for i, loss in curve if loss is not None} for curve in curves]
-    common = sorted(set.intersection(*map(set, by_iteration)))
-    at = [[losses[i] for losses in by_iteration] for i in common]
-    return {'iterations': common, 'mean': list(map(statistics.fmean, at)),
-            'low': list(map(min, at)), 'high': list(map(max, at))}
-
-
-def val_curve(run: dict) -> list:
-    return [[i, val] for i, _, val in run['training']['evaluations']]
-
-
-def gap_curve(ours: dict, others: dict) -> list:
-    """Return [[iteration, mean difference of the validation losses, min, max], ...] over the seeds
-    of both rows that were evaluated on the same windows, at the iterations common to all."""
-    def comparable(seed):
-        a, b = ours[seed]['settings'], others[seed]['settings']
-        return all(a[name] == b[name] for name in COMPARABLE)
-    differences = []
-    for seed in filter(comparable, ours.keys() & others.keys()):
-        a, b = dict(val_curve(ours[seed])), dict(val_curve(others[seed]))
-        differences.append([[i, a[i] - b[i]] for i in a.keys() & b.keys()
-                            if a[i] is not None and b[i] is not None])
-    return list(map(list, zip(*mean_curve(differences).values()))) if differences else []
 
 
 def summarize(ladder, results, speed: dict | None, recall: dict | None, kv_of) -> dict:
@@ -58,8 +28,6 @@ def summarize(ladder, results, speed: dict | None, recall: dict | None, kv_of) -
     rows = []
     for row in ladder.rows.values():
         entry = summarize_row(ladder, results, row, measured)
-        if speed:
-            entry['speed'] = speed_of_row(speed, row.name)
         if recall and row.name in recall['recall']:
             entry['recall'] = recall['recall'][row.name]
         rows.append(entry | {'kv': kv_of(row)})
@@ -129,19 +97,13 @@ def losses_of_row(ladder, row, measured: dict) -> dict:
              'val_loss_forward': mean_sd(each('val_loss_forward')),
              'cache_minus_forward_largest': max(each('cache_minus_forward_largest')),
              'bits_per_byte': mean_sd(each('bits_per_byte')),
-             'loss_by_position': [statistics.fmean(losses) for losses in by_position],
-             'evaluations': mean_curve([val_curve(run) for run in runs.values()])}
+             'loss_by_position': [statistics.fmean(losses) for losses in by_position]}
     compared = {'above': row.above, 'first': ladder.first, 'baseline': ladder.baseline}
     for name, other in compared.items():
         if other and other != row.name:
             entry[f'against_{name}'] = difference(runs, measured[other])
     if all('identifiers' in run for run in runs.values()):
         entry['identifiers'] = identifiers_of_row(runs)
-    entry['gap'] = gap_curve(runs, measured[ladder.baseline])
-    if row.converted_from:
-        sources = {'origin': row.converted_from, 'scratch': from_scratch(ladder, row)}
-        entry['recovery'] = {name: last_loss(measured[other], runs)
-                             for name, other in sources.items() if other}
     return entry
 
 
@@ -184,10 +146,10 @@ def compare_identifiers(ladder, rows: list[dict]) -> None:
             (high[seed] - ours[seed]) / (high[seed] - low[seed]) for seed in both) if both else None
         row['identifiers'] |= {'alone': row['name'] == without, 'above_baseline': {}}
         if ladder.baseline in rows and row['name'] != ladder.baseline:
-            pairs = [nats_by_seed(rows[name]['identifiers'])
-                     for name in (row['name'], ladder.baseline)]
-            differences = {key: paired_difference(*(pair[key] for pair in pairs))
-                           for key in pairs[0].keys() & pairs[1].keys()}
+            ours, others = (nats_by_seed(rows[name]['identifiers'])
+                            for name in (row['name'], ladder.baseline))
+            differences = {key: paired_difference(each, others[key])
+                           for key, each in ours.items() if key in others}
             # None: no seed in common
             row['identifiers']['above_baseline'] = {
                 key: each for key, each in differences.items() if each}
@@ -218,24 +180,6 @@ def difference(ours: dict, others: dict) -> dict | None:
         known = all(each is not None for row in windows for each in row)
         found['evaluation_half_95'] = evaluation_half(*windows) if known else None
     return found
-
-
-def from_scratch(ladder, row) -> str:
-    """Return the row above a converted row if it has the same KV plan and is not itself converted;
-    otherwise ''."""
-    above = ladder.rows[row.above]
-    same = plan_kv(ladder.trained_config(above)) == plan_kv(ladder.trained_config(row))
-    return above.name if same and not above.converted_from else ''
-
-
-def last_loss(runs: dict, others: dict) -> dict | None:
-    """Return the last validation loss during training, averaged over the seeds in both, and its
-    iteration."""
-    last = [val_curve(runs[seed])[-1:] for seed in sorted(runs.keys() & others.keys())]
-    last = [(i, val) for each in last for i, val in each if val is not None]
-    if not last:
-        return None
-    return {'mean': statistics.fmean(val for _, val in last), 'iterations': last[0][0]}
 
 
 def compare_recall(rows: list[dict], baseline: str) -> None:
@@ -289,18 +233,6 @@ def recall_of(ladder, folder) -> dict | None:
     return {'recall': {row['name']: row['recall'] for row in rows if 'recall' in row},
             'lookup': [{key: row[key] for key in ('name', 'side', 'lookup')} for row in rows
                        if 'lookup' in row]} if rows else None
-
-
-def speed_of_row(speed: dict, name: str) -> list[dict]:
-    """The cells of a speed measurement, reduced to the values of one row. `errors` is present if
-    the row's measurement failed."""
-    cells = []
-    for cell in speed['cells']:
-        key = speed['trains_as' if cell['kind'] == 'train' else 'decodes_as'][name]
-        cells.append({field: value[key] if isinstance(value, dict) else value
-                      for field, value in cell.items()
-                      if not isinstance(value, dict) or key in value})
-    return cells
 
 
 def facts(ladder, measured: dict) -> dict:

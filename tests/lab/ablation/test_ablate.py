@@ -87,7 +87,7 @@ def test_a_ladder_is_trained_judged_and_reported_once(trained, capsys, monkeypat
     assert [row['kv']['bytes_per_token'] for row in summary['rows']] == [128, 64, 40, 64]
     assert [row['kv']['at']['64']['bytes'] for row in summary['rows'][:3]] == [8192, 4096, 2560]
     written = (folder / 'report.md').read_text()
-    assert written.count('![') == len(list(folder.glob('*.png'))) >= 1
+    assert '![' not in written and not list(folder.glob('*.png'))  # a table tells it all
     for text in ('| + MQA |', 'python train.py config/train_recall.py'):
         assert text in written
     assert json.loads((folder / 'results.json').read_text()) == without_curves(summary)
@@ -127,8 +127,6 @@ def test_one_failing_row_is_shown_and_the_others_are_trained(ladder, capsys):
     assert odd['failed']['1'].startswith('iteration 1: the loss is nan')
     assert '+ odd, seed 1: failed' in out.err and '+ odd: failed with seed 1' in out.out
     assert 'failed with seed 1' in (folder / 'report.md').read_text()
-    remembered = printed(capsys, [*argv, '--report_only=True'])
-    assert '+ odd: failed with seed 1' in remembered
 
 
 @pytest.mark.slow

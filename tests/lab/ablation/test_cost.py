@@ -6,12 +6,11 @@ import pytest
 import ablate
 from config.errors import UserError
 from config.gpt_config import GPTConfig
-from lab.ablation import cost, tables
+from lab.ablation import cost, report, tables
 from lab.ablation.ladder import read_ladder
 from lab.ablation.results import Results
 from lab.ablation.summary import summarize
 from lab.benchmarks import clock
-from model import GPT
 from tests.lab.ablation.test_ladder import CONFIG
 from tests.lab.ablation.test_ladder import SMALL as SMALL_MODEL
 
@@ -51,22 +50,6 @@ def test_bytes_by_hand(ladder_of):
     assert wider['smaller'] == 64 * 3 * 2 * 32 * 2 / wider['at'][64]['bytes']
 
 
-def test_bytes_of_weights_and_flops_of_a_prompt_by_hand(ladder_of):
-    text = CONFIG + "side_rows['W8'] = ('+ int8 KV', dict(weight_dtype='int8'))\n"
-    ladder = ladder_of(text=text)
-    vanilla, full, int8 = (cost.kv_bytes(ladder, ladder.rows[name], [16])
-                           for name in ('vanilla GPT-2', '+ int8 KV', 'W8'))
-    config = ladder.config(ladder.rows['vanilla GPT-2'])
-    n_params = GPT(config).get_num_params(non_embedding=False)
-    assert vanilla['weights'] == {'dtype': 'bfloat16', 'bytes': 2 * n_params}
-    # the last layer's c_attn for all 16 tokens, the rest of that layer for one
-    before = 16 * 2 * (2 * 12 * 32 ** 2 + 3 * 32 ** 2) + 2 * 9 * 32 ** 2
-    keys = 4 * 32 * (2 * 16 * 17 // 2 + 16)
-    assert vanilla['at'][16]['prefill_flops'] == before + keys + 2 * config.vocab_size * 32
-    assert int8['weights'] == {'dtype': 'int8', 'bytes': full['weights']['bytes'] // 2}
-    assert int8['at'] == full['at']
-
-
 def test_rows_share_a_side_where_they_run_the_same_code_alone(ladder_of):
     text = CONFIG + "side_rows['W8'] = ('+ int8 KV', dict(weight_dtype='int8'))\n"
     speed = cost.Speed(ladder_of(text=text))
@@ -104,32 +87,26 @@ def too_large(monkeypatch, rounds):
 
 def test_a_failing_measurement_is_reported_and_the_others_are_made(ladder_of, too_large, capsys):
     ladder = ladder_of(text=THREE)
-    speed = cost.Speed(ladder)
-    found = speed.measure()
+    found = cost.Speed(ladder).measure()
     assert 'timing 3 of 5: decoding at 100 tokens, batch 2\n' in capsys.readouterr().err
     cells = found['cells']
     kinds = ['decode', 'prefill', 'decode', 'prefill', 'train']
     assert [cell['kind'] for cell in cells] == kinds
-    mha, mqa = speed.decodes_as['MHA'], speed.decodes_as['+ MQA']
-    errors = [cell['errors'].get(mha) for cell in cells]
-    assert errors == [None, None, 'no memory for 100 tokens', None, None]
-    assert mqa in cells[2]['tpot_ms'] and mha not in cells[2]['tpot_ms']
-    assert mqa not in cells[2]['errors'] and mha in cells[3]['ttft_ms']
-    memory = cells[4]['memory']
-    muon, adamw = (memory[speed.trains_as[name]]['peak'] for name in ('Muon', '+ MQA'))
-    assert muon < adamw  # one average instead of two
+    errors = [{name for name, row in cell['rows'].items() if 'error' in row} for cell in cells]
+    assert errors == [set(), set(), {'MHA'}, set(), set()]
+    assert cells[2]['rows']['MHA'] == {'error': 'no memory for 100 tokens'}
+    assert cells[2]['rows']['+ MQA']['median'] > 0 and cells[4]['rows']['Muon']['median'] > 0
 
-    kv = {name: cost.kv_bytes(ladder, row, [16]) for name, row in ladder.rows.items()}
-    summary = summarize(ladder, Results(ladder), found, None, lambda row: kv[row.name])
+    summary = summarize(ladder, Results(ladder), found, None,
+                        lambda row: cost.kv_bytes(ladder, row, [16]))
     json.dumps(summary)
     told = 'MHA: not timed (decode, 100 tokens, batch 2): no memory for 100 tokens'
-    assert told in tables.shortcomings(summary)
-    grids = {grid.title.split(':')[0]: grid.rows for grid in tables.grids(summary)}
-    shown = {row[0]: row[3] for row in grids['Speed']}
+    assert told in report.shortcomings(summary)
+    table = tables.speeds(summary)
+    assert table.columns == ('row', 'TPOT 16 B=2', 'TTFT 16', 'TPOT 100 B=2', 'TTFT 100',
+                             'training tokens/s')
+    shown = {row[0]: row[3] for row in table.rows}
     assert shown['MHA'] == '-' and float(shown['+ MQA']) > 0
-    assert 'Muon' not in ' '.join(shown)  # decodes like the row above
-    assert len(grids['Training']) == len(ladder.rows)
-    assert all(float(cell.replace(',', '')) >= 0 for row in grids['Training'] for cell in row[1:])
 
 
 def test_measurements_are_not_repeated(ladder_of, too_large, rounds):
@@ -137,7 +114,7 @@ def test_measurements_are_not_repeated(ladder_of, too_large, rounds):
     results = Results(ladder)
     assert ablate.measured_speed(ladder, results, False) is None
     whole = ablate.measured_speed(ladder, results, True)
-    assert whole['cells'][2]['errors']  # and is not retried
+    assert whole['cells'][2]['rows']['MHA']['error']  # and is not retried
     assert ablate.measured_speed(ladder, results, True) == whole and len(rounds) == 5
 
     # metrics from a different machine are used as they are, those of other models are not

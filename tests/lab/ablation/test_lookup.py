@@ -9,7 +9,7 @@ import ablate
 from config.gpt_config import GPTConfig
 from data.recall.lookup import LookupTask
 from lab.ablation import lookup as looking
-from lab.ablation import recall_tables
+from lab.ablation import tables
 from lab.ablation.cells import listed
 from lab.ablation.summary import lookup_of_row
 from model import GPT, model_args
@@ -102,13 +102,13 @@ def test_what_the_table_says():
                 'rows': 8, 'gap': 3, 'n_values': 50, 'local_reach': 2}
     found = lookup_of_row([run(4, 50), run(0, None), run(4, 100)])
     row = {'name': 'a', 'side': False, 'above': '', 'lookup': found, 'failed': {}}
-    table = recall_tables.lookups({'rows': [row, {'name': 'b'}]})
+    table = tables.lookups({'rows': [row, {'name': 'b'}]})
     assert [cell for cell in table.rows[0][1:]] == [
         '100.0 (0.0)', '66.7 (57.7)', '4 (x2), 0', '60', '15 (x2)', '50, never, 100']
     assert 'chance is 2.0' in table.title
-    table = recall_tables.lookup_distances({'rows': [row]})
+    table = tables.lookup_distances({'rows': [row]})
     assert table.columns[1:] == ('8 to 15',) and table.rows[0][1:] == ('50.0 (0.0)',)
-    assert listed([]) == '-' and recall_tables.lookups({'rows': [{'name': 'b'}]}) is None
+    assert listed([]) == '-' and tables.lookups({'rows': [{'name': 'b'}]}) is None
 
 
 def test_a_ladder_of_it(tmp_path, capsys):

@@ -2,7 +2,6 @@
 import copy
 import csv
 import json
-import re
 import shutil
 
 import pytest
@@ -131,7 +130,7 @@ def test_every_figure_stands_in_its_column(summary):
     one = side['uptrained (from + MQA; 40 iterations)']
     assert (one['against that'], one['against + RoPE'], one['seeds']) == (
         '+0.3000 (n=1)', '+0.4000 (n=1)', '1')
-    held, loss, steps = tables.in_short(summary)
+    held, loss, steps = report.in_short(summary)
     assert held.startswith("'+ int8 KV', the last row")
     assert "from '+ RoPE' is +0.0500 ±0.1242" in loss
     assert 'Of the 3 steps down the ladder, 1 has an interval that excludes zero' in steps
@@ -148,7 +147,7 @@ def test_differences_in_words(each, text, told):
     others = dict.fromkeys(range(len(each)), 0.0)
     found = paired_difference(dict(enumerate(each)), others)
     assert plus_minus(found) == text
-    assert told in tables.verdict(found)
+    assert told in report.verdict(found)
 
 
 @pytest.mark.parametrize('missing', ['+ RoPE', 'vanilla <GPT-2>', '+ MQA'])
@@ -156,6 +155,7 @@ def test_ladders_with_gaps_have_reports(folder, drawn, missing):
     ladder, results = opened(folder)
     remove(results, ladder.rows[missing].slug)
     summary = summary_of(folder)
+    assert 'pareto' in drawn(summary)
     report.write_report(summary, folder)
     assert cells(tables.headline(summary))[missing]['val loss'] == '-'
     assert f'not trained yet: {missing} (seeds 1, 2, 3)' in (folder / 'report.md').read_text()
@@ -166,15 +166,6 @@ def test_the_report_tells_which_cache_computed_the_losses(written):
     assert 'the losses of these rows were computed through a cache in float32' in text
     row = json.loads((written / 'results.json').read_text())['rows'][0]
     assert row['judged_through'] == ['float32']
-
-
-def test_recovery_is_shown_beside_its_origin_and_the_same_memory(summary):
-    """A converted row above it, or one with a different memory size, does not count as either."""
-    rows = {row['name']: row for row in summary['rows']}
-    origin = {'mean': 1.5, 'iterations': 400}
-    assert rows['uptrained']['recovery'] == {
-        'origin': origin, 'scratch': {'mean': 1.6, 'iterations': 400}}
-    assert rows['uptrained on']['recovery'] == {'origin': origin}
 
 
 def test_recall_is_paired_by_seed(folder):
@@ -199,8 +190,7 @@ def test_recall_is_paired_by_seed(folder):
     assert found['+ window']['20 back'] == '97.0' and found['+ window']['seeds'] == '2'
 
 
-def test_recall_of_another_ladder_stands_beside_these_rows(folder, drawn, monkeypatch):
-    monkeypatch.setattr(pictures, 'DRAWN', [pictures.lookup])
+def test_recall_of_another_ladder_stands_beside_these_rows(folder, drawn):
     with pytest.warns(UserWarning, match='run that ladder first'):
         assert recall_of(opened(folder, '--recall=other')[0], folder / 'mine') is None
     known = {'seeds': [1], 'baseline_known': True}
@@ -231,7 +221,7 @@ def test_the_main_table_is_written_in_full_precision(summary, written):
 # -- pictures --------------------------------------------------------------------------------------
 
 @pytest.fixture
-def drawn(monkeypatch):
+def drawn(monkeypatch, tmp_path):
     """draw(summary) -> {picture: its axes}. No pixels are computed, as that takes the most time."""
     seen = []
     monkeypatch.setattr(pyplot.Figure, 'savefig',
@@ -239,76 +229,33 @@ def drawn(monkeypatch):
 
     def draw(summary):
         seen.clear()
-        return dict(zip(pictures.draw_all(summary), seen))
+        return dict(zip(pictures.write_all(summary, tmp_path), seen))
     return draw
 
 
-def short_run(folder, iterations):
-    """The same ladder, evaluated only at these iterations."""
-    ladder, results = opened(folder)
-    for row in ladder.rows.values():
-        for seed in range(1, 4):
-            if found := results.read(row, seed):
-                losses = [[i, 4.0 - i / 400, 4.0 - i / 400] for i in iterations]
-                found['training']['evaluations'] = losses
-                results.write(row, seed, found)
-    return summary_of(folder)
-
-
-def test_pictures_for_papers(written, tmp_path, monkeypatch):
+def test_pictures_for_papers(written, summarized, tmp_path):
     made = {path.stem for path in written.glob('*.png')}
     assert made and made == {path.stem for path in written.glob('*.pdf')}
     assert (written / 'talk.pdf').read_bytes().startswith(b'%PDF')
+    report.write_report(summarized, tmp_path, also_as='svg')
+    assert (tmp_path / 'talk.svg').read_bytes().startswith(b'<?xml')
+    report.write_report(summarized | {'pictures': False}, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        'report.md', 'results.json', 'table.csv']
+
+
+def test_nothing_trained_is_reported(tmp_path):
     (tmp_path / 'ablate_mine.py').write_text(CONFIG)
-    nothing_trained = summary_of(tmp_path)  # this still gives one picture
-    report.write_report(nothing_trained, tmp_path, also_as='svg')
-    assert [path.stem for path in tmp_path.glob('*.png')] == ['kv']
-    assert (tmp_path / 'kv.svg').read_bytes().startswith(b'<?xml')
-    report.write_report(nothing_trained, tmp_path)
-    assert (tmp_path / 'kv.png').is_file() and not (tmp_path / 'kv.svg').exists()
+    report.write_report(summary_of(tmp_path), tmp_path)
+    text = (tmp_path / 'report.md').read_text()
+    assert 'Nothing was measured yet.' in text and '![' not in text
 
 
-def test_single_evaluations_are_points_and_none_is_no_picture(folder, drawn):
-    shown = drawn(short_run(folder, [0, 400]))
-    for name in ('curves', 'gaps'):
-        axis = shown[name]
-        lines = [line for line in axis.lines if not line.get_label().startswith('_')]
-        low, high = axis.get_ylim()
-        assert lines and all(line.get_marker() == 'o' for line in lines)
-        assert all(low <= y <= high for line in lines for y in line.get_ydata())
-    none = short_run(folder, [0])
-    assert not {'curves', 'gaps'} & drawn(none).keys()
-    assert 'no pictures of the losses while training' in pictures.not_drawn(none)[0]
-    assert not pictures.not_drawn(short_run(folder, [0, 100, 200, 400]))
-
-
-def test_what_the_pictures_show(summary, drawn):
-    recall = {'accuracy': {'7': {'mean': 0.5, 'sd': 0.1, 'each': [0.4, 0.6]}}, 'local_reach': 0,
-              'seeds': [1, 2], 'baseline': '+ RoPE', 'baseline_known': True, 'learned': [],
-              'beyond': []}
-    for k, row in enumerate(summary['rows']):
-        row['recall'] = recall
-        row['speed'] = [{'kind': 'decode', 'context': 64, 'batch': 1,
-                         'tpot_ms': {'median': 11 + k / 2}}]
-    shown = drawn(summary)
-
-    curves = shown['curves']
-    assert curves.get_ylim()[1] < 3.1 == pytest.approx(max(curves.lines[0].get_ydata()))
-    assert 'above the picture' in curves.get_xlabel()
-
-    labels = [line.get_label() for line in shown['recovery'].lines]
-    assert len(labels) == len(set(labels)) and '+ RoPE (400 iterations)' in labels
-
-    texts = shown['positions'].texts
-    places = sorted(text.xyann[1] for text in texts)
-    assert {text.get_text() for text in texts} >= {'+ RoPE', '+ MQA', 'vanilla <GPT-2>'}
-    assert all(b - a > 0.05 for a, b in zip(places, places[1:]))
-
-    ticks = [tick.get_text() for tick in shown['decode'].get_yticklabels()]
-    assert all(re.fullmatch(r'[\d.,]+', tick) for tick in ticks), ticks
-
-    assert len(shown['recall'].patches) == len(summary['rows'])
-    assert len(shown['recall'].lines[0].get_xdata()) == 2  # a dot for each seed
+def test_five_rows_for_a_slide(summary, drawn):
+    """From the baseline on: 2 * 3 layers of 4 * 8 elements, of 8, and of 8 in int8 with a scale."""
+    axis = drawn(summary)['talk']
+    assert [text.get_text() for text in axis.texts] == [
+        '+ int8 KV\n6.4x', '+ MQA\n4x', 'baseline:\n+ RoPE']
 
 
 def test_identifiers_and_what_is_kept_of_the_gain(tmp_path, drawn):
@@ -362,7 +309,7 @@ side_rows = {'local': ('+ window', dict(layer_pattern='LLLL', kv_share='AABB', n
 
 def test_the_part_of_the_evaluation_is_told_of_the_intervals_that_have_it(summary):
     def told():
-        return ' '.join(tables.caveats(summary))
+        return ' '.join(report.caveats(summary))
     assert 'not the choice of validation text' in told() and 'windows of' not in told()
     rows = {row['name']: row for row in summary['rows']}
     rows['slower']['against_above']['evaluation_half_95'] = 0.5      # one seed: no interval

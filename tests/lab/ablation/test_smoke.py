@@ -27,9 +27,8 @@ def test_the_smoke_ladder(tmp_path):
         bits = row['val_loss']['mean'] / 0.693147  # one byte per character
         assert row['bits_per_byte']['mean'] == pytest.approx(bits, rel=0.01)
         assert len(row['loss_by_position']) == 64
-        assert row['evaluations']['iterations'] == [0, 20, 40, 60]
-        kinds = [cell['kind'] for cell in row['speed']]
-        assert kinds == ['decode', 'decode', 'prefill'] * 2 + ['train']
+    kinds = [cell['kind'] for cell in summary['speed']['cells']]
+    assert kinds == ['decode', 'decode', 'prefill'] * 2 + ['train']
     int8, plain = rows['+ int8 KV'], rows['+ window, wider MLP']
     assert int8['trained_as'] == plain['name'] and 0 < abs(int8['against_above']['mean']) < 0.01
     assert int8['kv']['smaller'] > 14 and int8['against_first']['seeds'] == [1, 2]
@@ -38,8 +37,8 @@ def test_the_smoke_ladder(tmp_path):
     assert curve[0][0] == 0 and len(curve) == 7
 
     pictures = {path.stem for path in tmp_path.glob('*.png')}
-    assert pictures == {'talk', 'pareto', 'curves', 'gaps', 'positions', 'decode', 'kv'}
+    assert pictures == {'talk', 'pareto'}
     report = (tmp_path / 'report.md').read_text()
-    assert '\n## Rows' in report and report.count('![') == 7
-    for title in ('The ladder', 'KV cache', 'Speed', 'Training'):
+    assert '\n## Rows' in report and report.count('![') == 2
+    for title in ('The ladder', 'KV cache', 'Speed'):
         assert f'\n{title}' in report and title in run.stdout

@@ -1,23 +1,7 @@
-"""Curves, gaps and differences of rows, against figures calculated by hand."""
+"""Differences of rows, against numbers calculated by hand."""
 import pytest
 
-from lab.ablation.summary import correct_for_number, difference, gap_curve, mean_curve
-
-
-def test_curves_meet_at_the_iterations_that_all_have():
-    found = mean_curve([[[0, 4.0], [10, 2.0], [20, 1.0]], [[0, 6.0], [10, 3.0]]])
-    assert found == {'iterations': [0, 10], 'mean': [5.0, 2.5], 'low': [4.0, 2.0],
-                     'high': [6.0, 3.0]}
-
-
-def test_the_gap_while_training_pairs_seeds_and_iterations():
-    def run(*values):
-        return {'training': {'evaluations': [[i, 9.0, v] for i, v in values]},
-                'settings': {'eval_iters': 5, 'batch_size': 8}}
-    ours = {1: run((0, 4.0), (10, 2.0), (20, 1.0)), 2: run((0, 4.0), (10, 2.5)), 7: run((0, 0.0))}
-    others = {1: run((0, 4.0), (10, 1.0)), 2: run((0, 3.0), (10, 2.0), (20, 1.0))}
-    assert gap_curve(ours, others) == [[0, 0.5, 0.0, 1.0], [10, 0.75, 0.5, 1.0]]
-    assert gap_curve(ours, {}) == []
+from lab.ablation.summary import correct_for_number, difference
 
 
 def test_losses_by_window_give_the_error_of_the_evaluation():
