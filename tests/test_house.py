@@ -23,8 +23,8 @@ CORE_TOKENS = 15_500
 # The largest number of lines of Python in each room. A change that makes a room smaller lowers its
 # number. These are the sizes of today; the aim is 24,000 lines without tests, 22,500 of tests.
 BUDGETS = {
-    'train.py sample.py chat.py serve.py ablate.py bench.py': 1_033,
-    'lab/': 6_945,
+    'train.py sample.py chat.py serve.py ablate.py bench.py': 1_030,
+    'lab/': 6_516,
     'serving/': 1_465,
     'interop/': 1_889,
     'training/': 3_913,
@@ -33,7 +33,7 @@ BUDGETS = {
     'kv/': 1_411,  # without the core
     'data/': 2_699,
     'config/ configurator.py': 1_975,
-    'tests/': 29_705,
+    'tests/': 29_601,
 }
 house = pytest.mark.house
 
