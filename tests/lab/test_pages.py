@@ -77,42 +77,47 @@ def sentences() -> list[tuple[str, str]]:
     gemma = {T: load(f'kv/gemma_shaped-T{T}')['bfloat16']['kv_bytes'] for T in (1024, 8192)}
     full, names = PRICES['+ int8 KV'], SOURCE['+ int8 KV']
     facts = {name: row['lookup'] for name, row in LOOKUP.items()}
-    small = facts['global last, tied, int8 KV']
     far = {name: 100 * row['recall']['accuracy']['47']['mean'] for name, row in RECALL.items()}
     right = {name: 100 * found['accuracy']['64']['mean'] for name, found in facts.items()}
     [budget], seeds = cells('decode-1GB'), load_seeds()
     recomputed, lengths = cells('recompute')[0], cells('lengths')
     return [
         ('README.md', f"{kv[1024]['bfloat16']['kv_bytes_vanilla'] // 1024:,} bytes per token"),
-        ('README.md', f"parameters and {full['kv']['smaller']:.0f} times fewer bytes"),
-        ('README.md', f"and {gemma[8192] / kv[8192]['bfloat16']['kv_bytes']:.0f} to "
-                      f"{gemma[1024] / kv[1024]['int8']['kv_bytes']:.0f} times smaller than that"),
-        ('README.md', f"the cache is {kv[1024]['bfloat16']['kv_ratio_bf16']:.0f} to "
+        ('README.md', f"smaller than GPT-2's with 1,024 tokens, and "
+                      f"{kv[8192]['bfloat16']['kv_ratio_bf16']:.0f} times with 8,192"),
+        ('README.md', f"bfloat16 the cache is {kv[1024]['bfloat16']['kv_ratio_bf16']:.0f} times"),
+        ('README.md', f"In int8 it is {kv[1024]['int8']['kv_ratio_bf16']:.0f} and "
                       f"{kv[8192]['int8']['kv_ratio_bf16']:.0f} times smaller"),
+        ('README.md', f"It is {gemma[8192] / kv[8192]['bfloat16']['kv_bytes']:.0f} to "
+                      f"{gemma[1024] / kv[1024]['int8']['kv_bytes']:.0f} times smaller than the"),
         ('README.md', f"held-out works with {seeds['mqa_local']} bits per byte"),
-        ('README.md', f"`config/train_rope_mha.py`) reaches {seeds['rope_mha']} in"),
+        ('README.md', f"It reaches {seeds['rope_mha']} in"),
         ('README.md', f"(`config/train_vanilla.py`) reaches {seeds['vanilla']}."),
-        ('README.md', f"lower than the baseline's by {difference(full, 'baseline')}"),
-        ('README.md', f"parameters and {full['kv']['smaller']:.0f} times fewer bytes"),
-        ('README.md', 'sharing caches among neighbouring layers adds '
+        ('README.md', f"than that of `+ qk_norm` by {difference(full, 'baseline')}"),
+        ('README.md', f"{PRICES['+ wider heads and MLP']['kv']['smaller']:.0f} times fewer bytes in "
+                      f"the same dtype and {full['kv']['smaller']:.0f} times fewer in int8"),
+        ('README.md', 'Sharing caches among neighbouring layers raises the loss by '
                       + difference(PRICES['+ KV shared by 2/3'], 'above')),
-        ('README.md', 'one slot for both global layers adds '
+        ('README.md', 'One slot for both global layers raises it by '
                       + difference(PRICES['+ global KV tied'], 'above')),
-        ('README.md', f"window speeds learning up by {difference(PRICES['+ window'], 'above')}"),
-        ('README.md', f"There MQA adds {difference(SOURCE['+ MQA'], 'above')} and sharing "
-                      + difference(SOURCE['+ KV shared by 2'], 'above')),
-        ('README.md', f"with all of the memory, by {difference(names, 'baseline')}"),
-        ('README.md', f"({blocks.far_back(names):.2f} nats against "
-                      f"{blocks.far_back(SOURCE['+ key offset']):.2f}; local layers alone: "
-                      f"{blocks.far_back(SOURCE['local layers only']):.2f})"),
-        ('README.md', f"full stack names {far['+ int8 KV']:.0f}% right, local layers alone "
-                      f"{far['local layers only']:.1f}%"),
-        ('README.md', f"recalls {right['global last, tied, int8 KV']:.1f}% of them in "
-                      f"{small['kv_bytes']:,} bytes"),
-        ('README.md', f"`key_offset` recalls {right['MHA with key offset']:.1f}% in "
-                      f"{facts['MHA with key offset']['kv_bytes']:,} bytes"),
-        ('README.md', f"holds {budget['sides']['ours']['batch']:,} sequences and vanilla GPT-2 "
-                      f"holds {budget['sides']['vanilla float32']['batch']}"),
+        ('README.md', f"window lowers the loss by {difference(PRICES['+ window'], 'above')}"),
+        ('README.md', f"MQA adds {difference(SOURCE['+ MQA'], 'above')} to its loss"),
+        ('README.md', f"sharing adds {difference(SOURCE['+ KV shared by 2'], 'above')}"),
+        ('README.md', f"than that model, by {difference(names, 'baseline')}"),
+        ('README.md', f"with {blocks.far_back(names):.2f} nats, the model with all of the memory "
+                      f"with {blocks.far_back(SOURCE['+ key offset']):.2f}, and local layers alone "
+                      f"with {blocks.far_back(SOURCE['local layers only']):.2f}"),
+        ('README.md', f"full stack (three seeds) | {far['+ int8 KV']:.1f}% |"),
+        ('README.md', f"local layers alone (one seed) | {far['local layers only']:.1f}% |"),
+        *(('README.md', f"{words} | {right[name]:.1f}% | {facts[name]['kv_bytes']:,} |")
+          for words, name in (
+              ('int8 (five seeds)', 'global last, tied, int8 KV'),
+              ('the same in float32 (five seeds)', 'global last, tied'),
+              ('MHA with `key_offset`, float32 (five seeds)', 'MHA with key offset'),
+              ('MHA, float32 (two seeds; not learned in 500 steps)', 'MHA'),
+              ('local layers alone, float32 (two seeds)', 'local layers only'))),
+        ('README.md', f"1 GB holds {budget['sides']['ours']['batch']:,} sequences in int8. It holds "
+                      f"{budget['sides']['vanilla float32']['batch']} of vanilla"),
         ('docs/results.md', f"at the peak from {memory(recomputed, 'whole logits')} to "
                             f"{memory(recomputed, 'none')} MB"),
         ('docs/results.md', f"{lengths[-1]['ratios']['tokens_per_second']['vanilla']['median']:.2f}"
