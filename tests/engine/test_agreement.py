@@ -80,7 +80,7 @@ def refused(step, capsys, what, config=GPTConfig(**SMALL)) -> bool:
     return note.startswith('Note: the') and what in note
 
 
-@pytest.mark.parametrize('kv_dtype', ['float32', 'int8'])
+@pytest.mark.parametrize('kv_dtype', [pytest.param('float32', marks=pytest.mark.slow), 'int8'])
 def test_a_step_that_computes_the_same_is_used(fast_step, kv_dtype):
     model = random_model(GPTConfig(**SMALL), torch.float32)
     state = torch.get_rng_state()

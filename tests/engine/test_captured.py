@@ -33,7 +33,8 @@ MODELS = {
 }
 interpreted = pytest.mark.skipif(not INTERPRETING or find_spec('triton') is None,
                                  reason='interpreted where there is no GPU')
-HOW = [pytest.param('plain', 'cpu'), pytest.param('kernels', 'cpu', marks=interpreted),
+HOW = [pytest.param('plain', 'cpu'),
+       pytest.param('kernels', 'cpu', marks=[interpreted, pytest.mark.slow]),
        pytest.param('captured', 'cuda', marks=pytest.mark.gpu)]
 
 

@@ -227,6 +227,7 @@ def visited(text):
     return world, [block.start + offset for block in world.store.blocks for offset in block.anchors]
 
 
+@pytest.mark.slow
 def test_under_pressure_it_is_taken_over_up_to_about_twice_as_far_back(monkeypatch):
     """What is left are the ends of requests at distances that double, and under more pressure those
     of the last two."""

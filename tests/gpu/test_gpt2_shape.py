@@ -165,8 +165,9 @@ def test_int8_output_layer(device, real, dtype, unpacked):
 
 
 @pytest.mark.parametrize('kv_dtype, layout', [
-    ('auto', 'contiguous'), ('auto', 'paged'), ('int8', 'contiguous'), ('int8', 'paged'),
-    ('int8', 'compiled')])
+    ('auto', 'contiguous'), ('int8', 'paged'),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        ('auto', 'paged'), ('int8', 'contiguous'), ('int8', 'compiled')])])
 @torch.inference_mode()
 def test_captured_steps(device, real, kv_dtype, layout):
     """Logits of steps at two batch sizes, in float32, against plain torch without any kernel. In

@@ -147,7 +147,8 @@ def wait_until_caught(pid: str, number: int):
     raise TimeoutError(f'process {pid} never caught signal {number}')
 
 
-@pytest.mark.parametrize('during', ['training', pytest.param('evaluation', marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('during', ['training', 'evaluation'])
 def test_a_signal_to_one_process_stops_all(tmp_path, data_root, during):
     """The other process must not wait for it in the next gradient or loss."""
     settings = dict(eval_iters=6000) if during == 'evaluation' else dict(eval_interval=10 ** 6)

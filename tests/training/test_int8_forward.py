@@ -114,6 +114,7 @@ def test_what_is_not_finite_is_not_lost(value):
     assert not y[0, 1].isfinite().any() and y[0, [0, 2, 3]].isfinite().all()
 
 
+@pytest.mark.slow
 def test_compiled():
     torch._dynamo.reset()
     model, idx = rounding(CLAMPED).train(), tokens(2, 20)

@@ -157,14 +157,12 @@ def test_wide_ids(tmp_path):
     # across shards
     assert x.flatten().tolist() == list(range(150_000, 150_032)) and y[0, -1] == 150_008
     with pytest.raises(UserError, match='allowed are 0 to 199999'):
-        TokenWriter(tmp_path / 'b', meta).check('train', np.array([200_000]))
+        TokenWriter(tmp_path / 'b', meta).add('train', np.array([200_000]))
 
 
-@pytest.mark.parametrize('meta, named',
-                         [({'vocab_size': 70_000}, '65536'),
-                                         ({'vocab_size': 10, 'dtype': 'int8'}, "'int8'"),
-                                         ({'vocab_size': 2 ** 33, 'dtype': 'uint32'},
-                                          'uint32 ids')])
+@pytest.mark.parametrize('meta, named', [
+    ({'vocab_size': 70_000}, '65536'), ({'vocab_size': 10, 'dtype': 'int8'}, "'int8'"),
+    ({'vocab_size': 2 ** 33, 'dtype': 'uint32'}, 'uint32 ids')])
 def test_meta_says_what_ids_are(tmp_path, meta, named):
     with pytest.raises(UserError, match=named):
         TokenWriter(tmp_path, meta)

@@ -87,7 +87,7 @@ def test_with_accumulation_and_recomputation(shape, policy):
     check(shape, policy, n=4)
 
 
-@pytest.mark.parametrize('shape', ['GQA', 'latents'])
+@pytest.mark.parametrize('shape', ['GQA', pytest.param('latents', marks=pytest.mark.slow)])
 def test_compiled(shape):
     torch._dynamo.reset()
     check(shape, 'none', 2, functools.partial(torch.compile, backend='aot_eager', fullgraph=True))

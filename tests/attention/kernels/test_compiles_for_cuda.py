@@ -78,6 +78,7 @@ def assert_nothing_waits(kernel, case, copies):
     assert kernel['shared'] <= 227 * 1024 // n, (case, kernel)
 
 
+@pytest.mark.slow
 def test_the_loop_of_a_decode_step_waits_for_no_load(tmp_path):
     cases = [dict(layout=layout, kv_dtype=kv_dtype) for layout in ('contiguous', 'ring', 'paged')
              for kv_dtype in ('int8', 'bfloat16')]

@@ -73,6 +73,7 @@ def trained(tmp_path_factory):
     return [*argv, '--pictures=False'], folder, out.getvalue()
 
 
+@pytest.mark.slow
 def test_a_ladder_is_trained_judged_and_reported_once(trained, capsys, monkeypatch):
     argv, folder, out = trained
     summary = json.loads(out.splitlines()[-1])
@@ -171,6 +172,7 @@ def test_weights_to_convert_must_be_trained(ladder):
         convert.main(['converted', '1', *argv])
 
 
+@pytest.mark.slow
 def test_a_row_may_begin_with_the_converted_weights_of_another(trained):
     argv, folder, _ = trained
     found = json.loads((folder / 'results.json').read_text())['rows'][3]

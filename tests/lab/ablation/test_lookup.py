@@ -111,6 +111,7 @@ def test_what_the_table_says():
     assert listed([]) == '-' and tables.lookups({'rows': [{'name': 'b'}]}) is None
 
 
+@pytest.mark.slow
 def test_a_ladder_of_it(tmp_path, capsys):
     path, folder = tmp_path / 'ablate_facts.py', tmp_path / 'results'
     path.write_text(LADDER)
