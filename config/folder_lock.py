@@ -73,19 +73,21 @@ def _held(path: Path, error: str, remedy: str | None = None) -> Iterator[None]:
     if fcntl is None:
         yield
         return
-    try:
-        file = _open_locked(path, remedy)
-        file.truncate(0)
-        file.write(json.dumps(this_process()))
-        file.flush()
-    except OSError as e:
-        raise UserError(f'{error}: {e.strerror}') from e
-    with file:
+    with contextlib.ExitStack() as stack:
         try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                path.unlink()
+            file = stack.enter_context(_open_locked(path, remedy))
+            stack.callback(_delete, path)
+            file.truncate(0)
+            file.write(json.dumps(this_process()))
+            file.flush()
+        except OSError as e:
+            raise UserError(f'{error}: {e.strerror}') from e
+        yield
+
+
+def _delete(path):
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def _open_locked(path, remedy):

@@ -24,16 +24,16 @@ CORE_TOKENS = 15_500
 # number. These are the sizes of today; the aim is 24,000 lines without tests, 22,500 of tests.
 BUDGETS = {
     'train.py sample.py chat.py serve.py ablate.py bench.py': 1_030,
-    'lab/': 6_516,
+    'lab/': 6_586,
     'serving/': 1_465,
-    'interop/': 1_889,
-    'training/': 3_913,
-    'engine/': 5_067,
+    'interop/': 1_896,
+    'training/': 3_919,
+    'engine/': 5_085,
     'attention/kernels/': 815,
     'kv/': 1_411,  # without the core
     'data/': 2_699,
-    'config/ configurator.py': 1_975,
-    'tests/': 29_613,
+    'config/ configurator.py': 1_977,
+    'tests/': 29_694,
 }
 house = pytest.mark.house
 

@@ -94,14 +94,15 @@ class CheckpointManager:
 
     def _move_others_aside(self, say):
         """Before the first save: rename files of other runs, or ahead of `start`."""
-        self.numbered = {}
+        numbered = {}
         for path in sorted(self.folder.glob('ckpt*.pt')):
-            number, found = NUMBERED.fullmatch(path.name), peek(path)
+            number = NUMBERED.fullmatch(path.name)
             if not number and path not in (self.path, self.best_path):
                 continue
+            found = peek(path)
             if found and found.run == self.run and found.iteration <= self.start:
                 if number:
-                    self.numbered[int(number[1])] = path
+                    numbered[int(number[1])] = path
                 elif path == self.path:
                     self.latest = found.iteration
             elif path != self.origin:
@@ -109,6 +110,7 @@ class CheckpointManager:
                 # ckpt.pt is linked, not moved: it must exist at all times
                 (link_or_copy if path == self.path else Path.replace)(path, kept)
                 say(f'{path} was there before this run: kept as {kept}')
+        self.numbered = numbered  # last: if one cannot be renamed, the next save tries again
 
 
 def _free_name(path: Path) -> Path:

@@ -28,7 +28,10 @@ def read_run(folder: str, x: str = 'iter') -> tuple[np.ndarray, np.ndarray, np.n
     measured), the losses and the validation losses: float64 of equal length, NaN where there is
     none. Raises UserError if the file has no such curves."""
     path = Path(folder) / 'metrics.jsonl'
-    rows = read_metrics(path)
+    try:
+        rows = read_metrics(path)
+    except OSError as e:
+        raise UserError(f'{path} cannot be read: {e.strerror}') from e
     if not rows:
         raise UserError(f'nothing was logged in {str(path)!r}: give the out_dir of a run of '
                         'train.py')
@@ -106,6 +109,7 @@ def main(argv=None):
                         help='unit of the x axis (%(default)s)')
     args = parser.parse_args(argv)
     path = args.out or Path(args.out_dirs[0]) / 'loss.png'
+    path = path if path.suffix else path.with_suffix('.png')
     draw(args.out_dirs, path, args.x)
     print(f'wrote {path}')
 

@@ -226,7 +226,7 @@ static Tile<T> stored_tile(const Slot& slot, Place place, int64_t head, int64_t 
     const int64_t start = head * slot.capacity, first = start + place.index;
     const T* k = (const T*)slot.k + (slot.transposed ? start * D + place.index : first * D);
     const bool scaled = slot.dtype == INT8;
-    return {k, (const T*)slot.v + first * D, slot.transposed, slot.capacity, n, scaled ? slot.k_scale + first : nullptr,
+    return {k, (const T*)slot.v + first * D, slot.transposed != 0, slot.capacity, n, scaled ? slot.k_scale + first : nullptr,
             scaled ? slot.v_scale + first : nullptr};
 }
 

@@ -9,7 +9,7 @@ A row takes a page when it grows into it, and frees it on reset: PagedAttention 
 """
 import torch
 
-from attention.cached import cached_attention, kernel_takes
+from attention.cached import TILE, cached_attention, kernel_takes
 from config.errors import UserError
 from engine.pages.table import PageTable
 from kv.cache import KVCache, Step, on_device, select_rows, slice_tokens
@@ -41,7 +41,7 @@ def table_attention(q, pool, table, kv_lens, sink=None):
     missing = (table < 0)[:, :, None, None, None]
     at = table.clamp(min=0).long()
     # (B, n, Hkv, page_size, D) -> (B, Hkv, n * page_size, D); K may be V
-    copies = {id(x): x[at].masked_fill(missing, 0).transpose(1, 2).flatten(2, 3) for x in pool}
+    copies = {id(x): x[at].masked_fill_(missing, 0).transpose(1, 2).flatten(2, 3) for x in pool}
     return cached_attention(q, *(copies[id(x)] for x in pool), kv_lens=kv_lens, sink=sink)
 
 
@@ -140,16 +140,34 @@ class PagedKVCache(KVCache):
         if not isinstance(store, PagedStore):
             return super()._attend(layer, q, appended, sink)
 
+        by_kernel = kernel_takes(q, store.tensors[0], sink)
         # plain torch would attend to first chunks row by row
-        by_kernel = not step.uniform and kernel_takes(q, store.tensors[0], sink)
-        if not by_kernel and not self._by_table(step):
+        if not (by_kernel and not step.uniform) and not self._by_table(step):
             return super()._attend(layer, q, appended, sink)
 
         self._block_table = self._block_table or self._table_of(step)
         table, kv_lens = self._block_table
         if q.size(2) < step.t:
             kv_lens = on_device(step.ends, self.device)
-        return table_attention(q, store.tensors, table, kv_lens, sink)
+        if by_kernel:
+            return table_attention(q, store.tensors, table, kv_lens, sink)
+        return torch.cat([
+            table_attention(q[rows], store.tensors, table[rows, :n], kv_lens[rows], sink)
+            for rows, n in self._slices(step, TILE // store.tensors[0][0].numel())])
+
+    def _slices(self, step, most: int):
+        """Yield (slice of the batch rows, pages of its longest row). A copy of the pages of these
+        rows, each padded to the longest, has about `most` pages, or is of one row."""
+        n_pages = [self.table.pages_for(start + step.t) if n else 1
+                   for start, n in zip(step.starts, step.lens)]
+        a = 0
+        while a < len(n_pages):
+            b, longest = a + 1, n_pages[a]
+            while b < len(n_pages) and (b + 1 - a) * max(longest, n_pages[b]) <= most:
+                longest = max(longest, n_pages[b])
+                b += 1
+            yield slice(a, b), longest
+            a = b
 
     def _table_of(self, step):
         """Block table (B, n) int32 of the step, padded with -1, and the number of keys in each row,

@@ -14,12 +14,15 @@ DEFAULTS = {
     'rope_theta': 10000.0, 'rope_theta_global': 0.0, 'qk_norm': False, 'mlp_hidden': 0,
     'gelu': 'exact', 'kv_quant_train': '', 'attn_sink': False, 'rope_fraction_global': 1.0,
     'key_offset': False, 'kv_tied': '', 'kv_latent': 0, 'act_clamp': 0.0}
+# what transformers and vLLM call some of them
+OTHER_NAMES = {'n_embd': 'hidden_size', 'n_layer': 'num_hidden_layers',
+               'n_head': 'num_attention_heads', 'window_size': 'sliding_window'}
 
 
 class NanoKVConfig(PretrainedConfig):
     """The keys of config.json as attributes. `nanokv` contains the fields of the GPTConfig that are
     not the default; the export derives all other keys about the model from it. ValueError: if a
-    field is unknown."""
+    field is unknown, or is contradicted by its key under another name."""
     model_type = 'nanokv'
     keys_to_ignore_at_inference = ['past_key_values']
 
@@ -29,6 +32,10 @@ class NanoKVConfig(PretrainedConfig):
             if name not in DEFAULTS:
                 raise ValueError(f'config.json: {name}={value!r} is not supported by this version '
                                  'of nanoKV for transformers and vLLM')
+        for name, key in OTHER_NAMES.items():
+            if kwargs.get(key) not in (None, self.field(name)):
+                raise ValueError(f'config.json: {key}={kwargs[key]!r}, but by nanokv it is '
+                                 f'{self.field(name)!r}')
         ids = dict.fromkeys(('bos_token_id', 'eos_token_id', 'pad_token_id'))
         super().__init__(**(ids | kwargs))
 

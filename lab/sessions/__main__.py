@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import configurator
+from config.errors import UserError
 from config.gpt_config import GPTConfig
 from config.schema import MODEL
 from config.sizes import parse_bytes
@@ -90,7 +91,7 @@ def add_server(one, run) -> None:
     where.add_argument('--start', choices=servers.SERVERS, help='start one with random weights')
     add('--model', default='', help='of the server (the first that it names)')
     add('--ids', default='1000:30000', type=span, help='range of the ids in prompts (1000:30000)')
-    add('--fields', type=json.loads, help='of every request, as JSON ('
+    add('--fields', type=json_object, help='of every request, as JSON ('
         f'with token ids: {json.dumps(IDS)})')
     add('--save', default='', help='a JSON file for the result')
     own = one.add_argument_group('with --start')
@@ -108,6 +109,13 @@ def change(text: str) -> tuple:
     return key, json.loads(value)
 
 
+def json_object(text: str) -> dict:
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError
+    return found
+
+
 def span(text: str) -> tuple[int, int]:
     low, high = map(int, text.split(':'))
     if not 0 <= low < high:
@@ -116,10 +124,15 @@ def span(text: str) -> tuple[int, int]:
 
 
 def run_make(args):
-    trace = make(args.preset, args.seed, **dict(args.set))
+    check_target(args.save)
+    try:
+        trace = make(args.preset, args.seed, **dict(args.set))
+        longest = trace.longest
+    except (TypeError, ValueError) as e:
+        raise UserError(f'set={dict(args.set)}: {e}') from e
     trace.write(args.save)
     print(f'{args.save}: {trace.n_requests} requests of {len(trace.sessions)} sessions, at most '
-          f'{trace.longest:,} tokens')
+          f'{longest:,} tokens')
 
 
 @contextlib.contextmanager
@@ -148,6 +161,9 @@ def conclude(args, document: dict, table: Table) -> None:
 
 
 def run_replay(args):
+    if args.users < 0 or args.rate <= 0 or args.users and args.rate != 1:
+        raise UserError(f'users={args.users}, rate={args.rate:g}: users must be at least 0, the rate '
+                        'more than 0, and only a replay at the times of the trace has a rate')
     trace = Trace.read(args.trace)
     if args.prompts == 'text':
         prompts = TextPrompts(trace, args.fields or {})
@@ -156,14 +172,16 @@ def run_replay(args):
     with server(args, trace.longest) as (url, process, facts):
         found = Replay(trace, Client(url, name=args.model), prompts, args.users, args.rate)
         console = Console(stderr=True)
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task(trace.name, total=trace.n_requests)
-            document = found.run(lambda n: bar.update(task, completed=n)) | facts
+        try:
+            with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+                task = bar.add_task(trace.name, total=trace.n_requests)
+                document = found.run(lambda n: bar.update(task, completed=n)) | facts
+        finally:  # after Ctrl-C, too
+            if args.records:
+                lines = (json.dumps(record) + '\n' for record in found.records)
+                Path(args.records).write_text(''.join(lines), encoding='utf-8')
         if process:
             document['resident'] = servers.resident(process)
-    if args.records:
-        lines = (json.dumps(record) + '\n' for record in found.records)
-        Path(args.records).write_text(''.join(lines), encoding='utf-8')
     conclude(args, document, replay_table(document))
     if document['failed']:
         sys.exit(1)

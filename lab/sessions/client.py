@@ -4,7 +4,7 @@ import json
 import os
 import time
 import urllib.request
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
@@ -13,7 +13,16 @@ from config.errors import UserError
 
 BUSY = 429, 503  # asked again after `Retry-After` seconds
 RETRY_S = 1.0    # if the server does not say when
-OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy is measured
+
+
+class NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A key goes to no other server than the one that was named."""
+
+    def redirect_request(self, *args):
+        return None
+
+
+OPENER = urllib.request.build_opener(NoRedirects, urllib.request.ProxyHandler({}))  # and no proxy
 
 
 class Failed(UserError):
@@ -44,9 +53,14 @@ class Client:
 
     def __init__(self, url: str, timeout: float = 600.0, name: str = ''):
         url = (url if '//' in url else f'http://{url}').rstrip('/')
-        if urlsplit(url).scheme not in ('http', 'https'):
+        try:
+            parts = urlsplit(url)
+            good = parts.scheme in ('http', 'https') and parts.hostname and parts.port != 0
+        except ValueError:
+            good = False
+        if not good:
             raise UserError(f'url={url!r}: must be like http://127.0.0.1:8000/v1')
-        self.url = url if urlsplit(url).path else f'{url}/v1'
+        self.url = url if parts.path else f'{url}/v1'
         self.timeout, self.name = timeout, name
 
     def model(self) -> str:
@@ -54,9 +68,13 @@ class Client:
         with self._open('models') as response:
             data = response.read()
         try:
-            return self.name or json.loads(data)['data'][0]['id']
+            names = [each['id'] for each in json.loads(data)['data']]
+            name = self.name or names[0]
         except (ValueError, KeyError, IndexError, TypeError):
             raise Failed(f'no list of models: {_message(200, data)}') from None
+        if name not in names:
+            raise Failed(f'it has no model {name!r}, only {", ".join(names)}')
+        return name
 
     def ask(self, path: str, document: dict, most_parts: int = 0,
             answer: Answer | None = None) -> Answer:
@@ -95,8 +113,10 @@ class Client:
             with OPENER.open(request, timeout=self.timeout) as response:
                 yield response
         except HTTPError as e:
-            with e:
-                failed = Failed(_message(e.code, e.read()))
+            data = b''
+            with e, suppress(OSError, http.client.HTTPException):
+                data = e.read()
+            failed = Failed(_message(e.code, data))
             if e.code in BUSY:
                 wait = e.headers.get('Retry-After') or ''
                 failed.retry_s = float(wait) if wait.isdigit() else RETRY_S
@@ -118,8 +138,11 @@ class Client:
 
 def _take(data: bytes, answer: Answer) -> None:
     """Add one part of a stream."""
-    document = json.loads(data)
-    if document.get('error'):
+    try:
+        document = json.loads(data)
+    except ValueError:
+        document = None
+    if not isinstance(document, dict) or document.get('error'):
         raise Failed(_message(200, data))
     answer.usage = document.get('usage') or answer.usage
     for choice in document.get('choices') or ():

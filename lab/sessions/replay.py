@@ -3,9 +3,9 @@
 Open loop: requests are sent at the times of the trace, but not before the user has the reply to
 the one before. Closed loop: so many users at once, who do not pause.
 """
+import queue
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -102,12 +102,32 @@ class Replay:
         the prompts need."""
         in_order = sorted(self.trace.sessions, key=lambda session: session.requests[0].at)
         self._clock, self._first = time.perf_counter(), in_order[0].requests[0].at
-        pool = ThreadPoolExecutor(self.users or len(in_order))
+        waiting, errors = queue.SimpleQueue(), []
+        for session in in_order:
+            waiting.put(session)
+
+        def user():
+            try:
+                while not self.stopped.is_set():
+                    self._session(waiting.get_nowait(), show)
+            except queue.Empty:
+                pass
+            except Exception as e:
+                errors.append(e)
+
+        # daemons: an interrupted replay does not wait for replies
+        threads = [threading.Thread(target=user, daemon=True)
+                   for _ in range(min(self.users or len(in_order), len(in_order)))]
         try:
-            list(pool.map(lambda session: self._session(session, show), in_order))
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                while thread.is_alive() and not errors:
+                    thread.join(0.25)
         finally:
             self.stopped.set()
-            pool.shutdown(wait=False, cancel_futures=True)
+        if errors:
+            raise errors[0]
         return self.summary()
 
     def _session(self, session, show):

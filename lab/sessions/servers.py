@@ -3,6 +3,7 @@
 llama.cpp gets a vanilla GPT-2 of the same width and depth, as it does not run ours.
 """
 import contextlib
+import shutil
 import socket
 import subprocess
 import sys
@@ -56,9 +57,12 @@ def started(name: str, program: str, longest: int, kv: int, more: list[str]):
         UserError: if the server ends or does not answer. Its output is in the message.
     """
     port, (command, usual) = free_port(), SERVERS[name]
+    program = program or usual
+    if program and not shutil.which(program):
+        raise UserError(f'start={name!r}: {program} is not there (--program says where)')
     with tempfile.TemporaryDirectory() as folder:
         model = build(longest, vanilla=name == 'llama.cpp')
-        arguments = command(program or usual, model, Path(folder), port, longest, kv) + more
+        arguments = command(program, model, Path(folder), port, longest, kv) + more
         print('Starting:', *arguments, flush=True, file=sys.stderr)
         with running(arguments, f'http://127.0.0.1:{port}') as process:
             yield f'http://127.0.0.1:{port}', process
@@ -112,7 +116,10 @@ def vllm(program, model, folder, port, longest, kv):
 def llama(program, model, folder, port, longest, kv):
     """Half of the bytes, or what one request takes, are for running requests. The rest keeps
     prompts."""
-    import gguf  # not in requirements.txt
+    try:
+        import gguf
+    except ImportError as e:
+        raise UserError("start='llama.cpp' needs gguf: pip install gguf") from e
     write_gguf(gguf, model, folder / 'model.gguf', BPETokenizer())
     cell = model.plan.nbytes(1, 1, 'float16')
     row = -(-longest // CELLS) * CELLS * cell

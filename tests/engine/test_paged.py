@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
+from engine.pages import cache as cache_module
 from engine.pages.cache import PagedKVCache, PagedStore, table_attention
 from engine.pages.table import OutOfPages, page_nbytes, rows_nbytes
 from engine.steps.static import put
-from kv.plan import KV_DTYPES, plan_kv
+from kv.plan import GLOBAL, KV_DTYPES, plan_kv
 from tests.helpers.models import (
     FULL_STACK,
     chunkings,
@@ -196,6 +197,30 @@ def test_where_a_row_has_no_page_nothing_is_gathered():
     first, second = torch.cat([k[2], k[1]], dim=1)[None, :, :3], k[3][None]
     assert torch.allclose(y, torch.cat([dense_attention(q[:1], first, first),
                                         dense_attention(q[1:], second, second)]).float())
+
+
+def test_plain_torch_copies_about_a_tile_of_pages_at_a_time(monkeypatch):
+    """Not every row as wide as the longest, nor rows that append nothing."""
+    model, copied = random_model(STACK).float(), []
+    monkeypatch.setattr(cache_module, 'TILE', 8 * 4 * STACK.head_dim)  # 8 pages
+
+    def spy(q, pool, table, *args):
+        copied.append(tuple(table.shape))
+        return table_attention(q, pool, table, *args)
+    monkeypatch.setattr(cache_module, 'table_attention', spy)
+    lens = [40, 2, 1, 3, 33, 2]
+    paged, plain = (model.new_cache(6, 60, **kind) for kind in (dict(
+        cache_class=PagedKVCache, n_pages=60, page_size=4), {}))
+    ids = tokens(6, 41)
+    for cache in paged, plain:
+        model(ids[:, :40], cache=cache, lens=lens)
+    copied.clear()
+    step = [1, 1, 1, 1, 0, 1]
+    found, expected = (model(ids[:, 40:], cache=cache, lens=step)[0] for cache in (paged, plain))
+    rows = [b for b, n in enumerate(step) if n]
+    assert max_gap(found[rows], expected[rows]) < 1e-4
+    n_global = sum(layer.kind == GLOBAL for layer in model.plan.layers)
+    assert copied == n_global * [(1, 11), (5, 1)]
 
 
 # -- bytes -----------------------------------------------------------------------------------------

@@ -27,6 +27,15 @@ def test_it_knows_the_fields_that_there_are():
         shapes(NanoKVConfig(nanokv={'key_offset': True}))
 
 
+@pytest.mark.parametrize('key, value', [('sliding_window', 3), ('num_hidden_layers', 1)])
+def test_keys_of_two_names_must_agree(key, value):
+    config = GPTConfig(**FULL_STACK)
+    keys = {'nanokv': model_args(config), **derived_keys(config)}
+    assert NanoKVConfig(**keys).num_hidden_layers == config.n_layer
+    with pytest.raises(ValueError, match=f'{key}={value}, but by nanokv it is'):
+        NanoKVConfig(**keys | {key: value})
+
+
 @pytest.mark.parametrize('shape', SHAPES)
 def test_accounted_bytes_are_the_plans(shape):
     config = GPTConfig(**shape)

@@ -164,6 +164,8 @@ def test_hanging_up_after_so_many_parts(scripted, chunked):
     (Says([choice(text='a')], chunked=True, cut=True), 'early|Incomplete'),
     (Says([choice(text='a'), {'error': {'message': 'no room'}}, DONE]), 'no room'),
     (Says(status=400, body=b'{"error": "max_tokens=0"}'), 'status 400: .*max_tokens=0'),
+    (Says(['{oops']), 'status 200: {oops'), (Says([[1]]), r'status 200: \[1\]'),
+    (Says(status=302, headers={'Location': 'http://127.0.0.1:1/'}), 'status 302'),
     (Says(status=500, body=b'<html>'), 'status 500: <html>'), (Says(body=b'<html>'), 'early'),
     (Says([30.0]), 'timed out'), (Says([choice(text='a'), 30.0, DONE]), 'timed out'),
     (Says([choice(text='a'), 0.05] * 1000), 'not complete')], ids=str)
@@ -206,7 +208,7 @@ MODELS = Says(body=b'{"object": "list", "data": [{"id": "tiny"}, {"id": "other"}
     ('http://127.0.0.1:{}/base/v2', '/base/v2'), ('HTTP://LOCALHOST:{}/v1', '/v1')])
 def test_forms_of_an_address(scripted, form, base, monkeypatch):
     monkeypatch.setenv('OPENAI_API_KEY', 'sesame')
-    server = scripted(MODELS, Says([choice(text='a'), DONE]))
+    server = scripted(MODELS, Says([choice(text='a'), DONE]), MODELS)
     client = Client(form.format(server.server_port))
     assert client.model() == 'tiny'
     client.ask('chat/completions', {})
@@ -216,9 +218,23 @@ def test_forms_of_an_address(scripted, form, base, monkeypatch):
     assert Client(client.url, name='other').model() == 'other'
 
 
+def test_a_key_follows_no_redirection(scripted, monkeypatch):
+    monkeypatch.setenv('OPENAI_API_KEY', 'sesame')
+    other = scripted(MODELS)
+    server = scripted(Says(status=302, headers={'Location': f'{other.url}/v1/models'}))
+    with pytest.raises(Failed, match='status 302'):
+        Client(server.url).model()
+    assert other.requests == []
+
+
+def test_a_model_that_the_server_does_not_have(scripted):
+    with pytest.raises(Failed, match="no model 'big', only tiny, other"):
+        Client(scripted(MODELS).url, name='big').model()
+
+
 @pytest.mark.parametrize('url, why', [
-    ('ftp://127.0.0.1', 'url='), ('file:///x', 'url='), ('', 'no host'),
-    ('127.0.0.1:port', 'nonnumeric port'), ('127.0.0.1:1', 'refused')])
+    ('ftp://127.0.0.1', 'url='), ('file:///x', 'url='), ('', 'url='), ('http://[bad', 'url='),
+    ('127.0.0.1:port', 'url='), ('127.0.0.1:1', 'refused')])
 def test_addresses_of_no_server(url, why):
     with pytest.raises(UserError, match=why):
         Client(url).model()

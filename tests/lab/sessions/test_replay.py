@@ -1,6 +1,8 @@
 """Replays: what is sent when, what of it had to be computed, and what failures do."""
+import _thread
 import json
 import threading
+import time
 
 import pytest
 
@@ -305,11 +307,40 @@ def test_a_replay_with_failures_ends_with_status_1(tmp_path, capsys, server):
     assert found['failed'] == 2 and any('70 tokens' in error for error in found['errors'])
 
 
-@pytest.mark.parametrize('arg', ['--ids=5:5', '--ids=5', '--fields=x'])
+@pytest.mark.parametrize('arg', ['--ids=5:5', '--ids=5', '--fields=x', '--fields=5'])
 def test_wrong_arguments(arg, capsys):
     with pytest.raises(SystemExit):
         program.main(['replay', 't', '--url=http://127.0.0.1:1', arg])
     assert arg.partition('=')[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('args, why', [
+    (['replay', 't', '--url=x', '--users=-1'], 'users=-1'), (['replay', 't', '--url=x', '--rate=0'],
+                                                             'rate=0'),
+    (['make', 'chat', '--save=t', '--set', 'sessions=0'], 'set='),
+    (['make', 'chat', '--save=t', '--set', 'sessions=1.5'], 'set='),
+    (['make', 'chat', '--save=nowhere/t'], 'save=')], ids=str)
+def test_values_that_cannot_be(args, why, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=why):
+        program.main(args)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_replay_keeps_its_records_and_waits_for_no_reply(tmp_path, monkeypatch):
+    def gate(number):
+        if number == 2:
+            threading.Event().wait(30)
+    fake = Fake(gate=gate)
+    monkeypatch.setattr(program, 'Client', lambda *args, **kwargs: fake)
+    trace_of(line(3)).write(tmp_path / 't')
+    monkeypatch.setattr(program.Progress, 'update', lambda *args, **kwargs: _thread.interrupt_main())
+    start = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt):
+        program.main(['replay', f'{tmp_path / "t"}', '--url=x', '--users=1', '--ids=50:90',
+                      f'--records={tmp_path / "records"}'])
+    assert time.perf_counter() - start < 15
+    assert len((tmp_path / 'records').read_text().splitlines()) >= 1
 
 
 @pytest.mark.parametrize('command', [['replay', 't'], ['stall'], ['soak']], ids=str)
