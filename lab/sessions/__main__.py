@@ -162,8 +162,8 @@ def conclude(args, document: dict, table: Table) -> None:
 
 def run_replay(args):
     if args.users < 0 or args.rate <= 0 or args.users and args.rate != 1:
-        raise UserError(f'users={args.users}, rate={args.rate:g}: users must be at least 0, the rate '
-                        'more than 0, and only a replay at the times of the trace has a rate')
+        raise UserError(f'users={args.users}, rate={args.rate:g}: users must be at least 0, the '
+                        'rate more than 0, and with users there is no rate')
     trace = Trace.read(args.trace)
     if args.prompts == 'text':
         prompts = TextPrompts(trace, args.fields or {})

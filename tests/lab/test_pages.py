@@ -94,8 +94,8 @@ def sentences() -> list[tuple[str, str]]:
         ('README.md', f"It reaches {seeds['rope_mha']} in"),
         ('README.md', f"(`config/train_vanilla.py`) reaches {seeds['vanilla']}."),
         ('README.md', f"than that of `+ qk_norm` by {difference(full, 'baseline')}"),
-        ('README.md', f"{PRICES['+ wider heads and MLP']['kv']['smaller']:.0f} times fewer bytes in "
-                      f"the same dtype and {full['kv']['smaller']:.0f} times fewer in int8"),
+        ('README.md', f"{PRICES['+ wider heads and MLP']['kv']['smaller']:.0f} times fewer bytes "
+                      f"in the same dtype and {full['kv']['smaller']:.0f} times fewer in int8"),
         ('README.md', 'Sharing caches among neighbouring layers raises the loss by '
                       + difference(PRICES['+ KV shared by 2/3'], 'above')),
         ('README.md', 'One slot for both global layers raises it by '
@@ -116,8 +116,8 @@ def sentences() -> list[tuple[str, str]]:
               ('MHA with `key_offset`, float32 (five seeds)', 'MHA with key offset'),
               ('MHA, float32 (two seeds; not learned in 500 steps)', 'MHA'),
               ('local layers alone, float32 (two seeds)', 'local layers only'))),
-        ('README.md', f"1 GB holds {budget['sides']['ours']['batch']:,} sequences in int8. It holds "
-                      f"{budget['sides']['vanilla float32']['batch']} of vanilla"),
+        ('README.md', f"1 GB holds {budget['sides']['ours']['batch']:,} sequences in int8. It "
+                      f"holds {budget['sides']['vanilla float32']['batch']} of vanilla"),
         ('docs/results.md', f"at the peak from {memory(recomputed, 'whole logits')} to "
                             f"{memory(recomputed, 'none')} MB"),
         ('docs/results.md', f"{lengths[-1]['ratios']['tokens_per_second']['vanilla']['median']:.2f}"

@@ -334,7 +334,8 @@ def test_an_interrupted_replay_keeps_its_records_and_waits_for_no_reply(tmp_path
     fake = Fake(gate=gate)
     monkeypatch.setattr(program, 'Client', lambda *args, **kwargs: fake)
     trace_of(line(3)).write(tmp_path / 't')
-    monkeypatch.setattr(program.Progress, 'update', lambda *args, **kwargs: _thread.interrupt_main())
+    monkeypatch.setattr(program.Progress, 'update',
+                        lambda *args, **kwargs: _thread.interrupt_main())
     start = time.perf_counter()
     with pytest.raises(KeyboardInterrupt):
         program.main(['replay', f'{tmp_path / "t"}', '--url=x', '--users=1', '--ids=50:90',
