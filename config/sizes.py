@@ -17,8 +17,8 @@ def parse_bytes(text: str, name: str = 'budget') -> int:
     unit = UNITS.get(match[2].upper().removesuffix('B'), 0) if match else 0
     n = int(Decimal(match[1]) * unit) if unit else 0  # Decimal: exact
     if n < 1:
-        raise UserError(f'{name}={text!r}: a number of bytes is needed, '
-                        "as '1GB' or '1G' (10^9), '1GiB' (2^30) or '4096'")
+        raise UserError(f'{name}={text!r}: a number of at least 1 is needed, '
+                        "as '1GB' or '1G' (10^9), '1GiB' (2^30), '4096' or '4e12'")
     return n
 
 

@@ -37,7 +37,6 @@ def main(argv=None):
         raise UserError(f"one model at a time, not {' and '.join(saved)}")
     rest = [arg for arg in argv if arg not in saved]
     s = configurator.parse('kv', rest, usage=__doc__, echo=False)
-    s.budget_bytes = parse_bytes(s.budget) if s.budget else 0
     if others:
         describe(others[0], s)
     else:
@@ -58,32 +57,44 @@ def describe_plan(config: GPTConfig | None, s) -> None:
         if name in s.given:
             raise UserError(f'{name}={getattr(s, name)!r}: is for models of Hugging Face, by the '
                             'folder of a config.json or a name on the hub')
+    document = {dtype: account(plan, s.batch, T, dtype) for dtype in REPORTED_DTYPES}
+    if s.budget:
+        budget = parse_bytes(s.budget)
+        for dtype, numbers in document.items():
+            numbers |= {'budget': budget, 'fit': fitting(plan, budget, T, dtype),
+                        'fit_vanilla': fitting(plan.vanilla(), budget, T, dtype)}
+    asked = document[s.kv_dtype]
     if s.svg:
-        draw(plan, T, s.kv_dtype, s.svg)
+        try:
+            Path(s.svg).write_text(plan_svg(plan, T, s.kv_dtype), encoding='utf-8')
+        except OSError as e:
+            raise UserError(f'svg={s.svg!r} cannot be written: {e.strerror or e}') from e
     console = output()
     latents = f', latents of {config.kv_latent} on global layers' if config.kv_latent else ''
-    print_report(account(plan, s.batch, T, s.kv_dtype), console,
+    print_report(asked, console,
                  f'KV plan in {s.kv_dtype}: {config.n_layer} layers, {plan.n_head} heads '
                  f'({plan.n_kv_head} for K/V{latents}) of {plan.head_dim}, T={T}, '
                  f"W={config.window_size or '-'}")
-    print_table(console, dtype_table(plan, s.batch, T, s.budget_bytes),
-                f'\nevery kv_dtype, {s.batch} x {T:,} tokens')
-    weights = weight_numbers(config, plan, T)
-    console.print(weight_lines(weights), **WHOLE)
+    print_table(console, dtype_table(document), f'\nevery kv_dtype, {s.batch} x {T:,} tokens')
+
+    n = parameters(config, plan)
+    sizes = {dtype: n * size for dtype, size in WEIGHT_BYTES.items()}
+    flops, untrimmed = (prefill_flops(config, plan, T, trim=trim) / T for trim in (True, False))
+    console.print(f'\n{n:,} parameters: '
+                  + ', '.join(f'{nice_bytes(size)} in {dtype}' for dtype, size in sizes.items())
+                  + f'\nprefill of {T:,} tokens: {flops / 1e6:,.1f} MFLOPs a token, '
+                  f'{untrimmed / flops:.2f}x fewer than with every token in every layer', **WHOLE)
     if config.pos_embedding == 'learned' and T > config.block_size:
         console.print(f'Note: learned positions end at block_size={config.block_size:,}: '
                       'a cache of this model holds no more; these are the bytes of its shape '
                       'with --pos_embedding=rope', **WHOLE)
-    document = {dtype: account(plan, s.batch, T, dtype) for dtype in REPORTED_DTYPES}
-    if s.budget_bytes:
-        for dtype, numbers in document.items():
-            numbers |= {'budget': s.budget_bytes,
-                        'fit': fitting(plan, s.budget_bytes, T, dtype),
-                        'fit_vanilla': fitting(plan.vanilla(), s.budget_bytes, T, dtype)}
-        ours, vanilla = (fitting(p, s.budget_bytes, T, s.kv_dtype) for p in (plan, plan.vanilla()))
-        console.print(f'{s.budget} of KV holds {ours:,} conversations of {T:,} tokens in '
-                      f'{s.kv_dtype}; vanilla GPT-2 of this shape {vanilla:,}', **WHOLE)
+    if s.budget:
+        console.print(f"{s.budget} of KV holds {asked['fit']:,} conversations of {T:,} tokens in "
+                      f"{s.kv_dtype}; vanilla GPT-2 of this shape {asked['fit_vanilla']:,}",
+                      **WHOLE)
     if s.json:
+        weights = {'parameters': n, 'bytes': sizes, 'tokens': T, 'prefill_flops_per_token': flops,
+                   'prefill_flops_per_token_untrimmed': untrimmed}
         print(json.dumps({dtype: numbers | {'weights': weights}
                           for dtype, numbers in document.items()}))
 
@@ -97,7 +108,8 @@ def describe(where: str, s) -> None:
     for name in sorted(s.given.keys() & {'svg', *(key.name for key in MODEL)}):
         raise UserError(f'{name}={getattr(s, name)!r}: the shape of {where} is in its config')
     found = account_of(read_config(where), s.batch, s.max_seq_len or 4096, s.kv_dtype,
-                       budget=s.budget_bytes, **{name: getattr(s, name) for name in OF_OTHERS})
+                       budget=parse_bytes(s.budget) if s.budget else 0,
+                       **{name: getattr(s, name) for name in OF_OTHERS})
     print_account(found, output())
     if s.json:
         print(json.dumps(found))
@@ -122,14 +134,6 @@ def is_config_of_others(arg: str) -> bool:
     return arg.endswith('.json') or on_hub
 
 
-def draw(plan, max_seq_len, kv_dtype, file) -> None:
-    """Write the plan's drawing. Raises UserError if `file` cannot be written."""
-    try:
-        Path(file).write_text(plan_svg(plan, max_seq_len, kv_dtype), encoding='utf-8')
-    except OSError as e:
-        raise UserError(f'svg={file!r} cannot be written: {e.strerror or e}') from e
-
-
 def saved_config(path: Path) -> GPTConfig:
     """The config in a checkpoint or a folder's ckpt.pt, without reading its weights. Needs torch.
 
@@ -143,26 +147,6 @@ def saved_config(path: Path) -> GPTConfig:
         return config_of(read_file(path, mmap=True), path)
     except Exception:  # cannot be memory-mapped; if damaged, the loader says so
         return config_of(load_to_resume(path, whole=False), path)
-
-
-def weight_numbers(config, plan, tokens: int) -> dict:
-    """Number of parameters, their bytes by dtype, and prefill FLOPs per token of a prompt of
-    `tokens`, trimmed and untrimmed."""
-    n = parameters(config, plan)
-    flops = {name: prefill_flops(config, plan, tokens, trim=trim) / tokens for name, trim in
-             (('prefill_flops_per_token', True), ('prefill_flops_per_token_untrimmed', False))}
-    return {'parameters': n, 'bytes': {dtype: n * size for dtype, size in WEIGHT_BYTES.items()},
-            'tokens': tokens} | flops
-
-
-def weight_lines(numbers: dict) -> str:
-    """`weight_numbers` as text."""
-    sizes = ', '.join(f'{nice_bytes(n)} in {dtype}' for dtype, n in numbers['bytes'].items())
-    flops = numbers['prefill_flops_per_token']
-    saved = numbers['prefill_flops_per_token_untrimmed'] / flops
-    return (f"\n{numbers['parameters']:,} parameters: {sizes}\nprefill of {numbers['tokens']:,} "
-            f'tokens: {flops / 1e6:,.1f} MFLOPs a token, {saved:.2f}x fewer than with every token '
-            'in every layer')
 
 
 if __name__ == '__main__':

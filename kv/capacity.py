@@ -55,26 +55,28 @@ def vocabulary(s) -> int:
     return GPT2_VOCAB
 
 
+def matrices(config: GPTConfig, plan: KVPlan, layer: Layer) -> list[tuple[int, int]]:
+    """(inputs, outputs) of a layer's matrices: c_attn (queries, and what an owner stores), c_proj
+    and the two of the MLP, which may have biases; with latents also k_up and v_up, without."""
+    C, M, read = config.n_embd, config.resolved_mlp_hidden, plan.n_head * plan.head_dim
+    slot = plan.slots[layer.slot]
+    stored = layer.owns * (2 - slot.tied) * slot.n_kv_head * slot.head_dim
+    ups = [(slot.head_dim, read)] * 2 if slot.latent else []
+    return [(C, read + stored), (read, C), (C, M), (M, C), *ups]
+
+
 def parameters(config: GPTConfig, plan: KVPlan) -> int:
     """Number of parameters, including position embeddings; the output matrix is tied."""
-    C, D, M, bias = config.n_embd, plan.head_dim, config.resolved_mlp_hidden, int(config.bias)
+    C, bias = config.n_embd, int(config.bias)
     total = config.vocab_size * C + (1 + bias) * C
     if config.pos_embedding == 'learned':
         total += config.block_size * C
     for layer in plan.layers:
-        slot, read = plan.slots[layer.slot], plan.n_head * D
-        total += _c_attn_rows(plan, layer) * (C + bias) + (read + bias) * C
-        total += M * (C + bias) + (M + bias) * C + 2 * (1 + bias) * C
-        total += (D + slot.head_dim * layer.owns) * config.qk_norm
-        total += plan.n_head * config.attn_sink + 2 * read * slot.head_dim * slot.latent
+        shapes = matrices(config, plan, layer)
+        total += sum(n * m for n, m in shapes) + bias * sum(m for _, m in shapes[:4])
+        total += 2 * (1 + bias) * C + plan.n_head * config.attn_sink
+        total += config.qk_norm * (plan.head_dim + plan.slots[layer.slot].head_dim * layer.owns)
     return total
-
-
-def _c_attn_rows(plan: KVPlan, layer: Layer) -> int:
-    """Outputs of a layer's first projection: its queries, and what an owner stores."""
-    slot = plan.slots[layer.slot]
-    stored = (2 - slot.tied) * slot.n_kv_head * slot.head_dim
-    return plan.n_head * plan.head_dim + stored * layer.owns
 
 
 def attention_flops(plan: KVPlan, layer: Layer, tokens: int, before: int) -> int:
@@ -96,15 +98,13 @@ def prefill_flops(config: GPTConfig, plan: KVPlan, tokens: int, before: int = 0,
     The last layer that stores K and V projects all tokens but computes the rest only for the last
     token, and so do all layers after it. trim=False: every token in every layer.
     """
-    C, read = config.n_embd, plan.n_head * plan.head_dim
-    total, stop = 2 * config.vocab_size * C, plan.last_owner if trim else len(plan.layers)
+    total = 2 * config.vocab_size * config.n_embd
+    stop = plan.last_owner if trim else len(plan.layers)
     for layer in plan.layers:
         projected = tokens if layer.index <= stop else 1
         whole = tokens if layer.index < stop else 1
-        slot = plan.slots[layer.slot]
-        others = read * C + 2 * C * config.resolved_mlp_hidden
-        others += 2 * read * slot.head_dim * slot.latent  # queries to latents, and back to values
-        total += 2 * (projected * C * _c_attn_rows(plan, layer) + whole * others)
+        first, *others = (n * m for n, m in matrices(config, plan, layer))
+        total += 2 * (projected * first + whole * sum(others))
         total += attention_flops(plan, layer, whole, before + tokens - whole)
     return total
 

@@ -1,8 +1,5 @@
 """The KV-cache report in a terminal, as rich tables."""
-from kv.capacity import fitting
 from kv.console import WHOLE, print_table, table_of
-from kv.plan import KVPlan
-from kv.report import REPORTED_DTYPES, account
 
 
 def print_report(numbers: dict, console, title: str) -> None:
@@ -39,20 +36,18 @@ def print_report(numbers: dict, console, title: str) -> None:
                   f"{numbers['bytes_per_further_token']:,}", **WHOLE)
 
 
-def dtype_table(plan: KVPlan, batch: int, max_seq_len: int, budget: int = 0):
-    """A column per kv_dtype: bytes, the factors compared to vanilla and, with a budget, how many
-    sequences fit."""
+def dtype_table(numbers: dict[str, dict]):
+    """A column per kv_dtype, {kv_dtype: `account`}: bytes, the factors compared to vanilla and,
+    with a budget, how many sequences fit."""
     forms = {'bytes': '{kv_bytes:,}', 'bytes per token': '{bytes_per_token:,.1f}',
              'vanilla, same dtype': '{kv_bytes_vanilla:,}',
              '  fewer K/V heads': '{factors[heads]:.3g}x', '  windows': '{factors[window]:.3g}x',
              '  shared slots': '{factors[sharing]:.3g}x', 'smaller, same dtype': '{kv_ratio:.1f}x',
              '  dtype, vs bfloat16': '{factors[dtype]:.3g}x',
              'smaller, vs bfloat16': '{kv_ratio_bf16:.1f}x'}
-    numbers = [account(plan, batch, max_seq_len, dtype) for dtype in REPORTED_DTYPES]
-    rows = [(name, *(form.format(**each) for each in numbers)) for name, form in forms.items()]
-    if budget:
-        for name, p in (('fit in the budget', plan), ('  vanilla, same dtype', plan.vanilla())):
-            fit = [fitting(p, budget, max_seq_len, dtype) for dtype in REPORTED_DTYPES]
-            rows.append((name, *(f'{n:,}' for n in fit)))
-    return table_of(('', *REPORTED_DTYPES), rows, wrap=('',),
+    if all('fit' in each for each in numbers.values()):
+        forms |= {'fit in the budget': '{fit:,}', '  vanilla, same dtype': '{fit_vanilla:,}'}
+    rows = [(name, *(form.format(**each) for each in numbers.values()))
+            for name, form in forms.items()]
+    return table_of(('', *numbers), rows, wrap=('',),
                     bold=('smaller, same dtype', 'smaller, vs bfloat16'))

@@ -7,7 +7,7 @@ from config.errors import UserError
 from config.gpt_config import GPTConfig
 from kv.models import engines
 from kv.models.config import check_sizes, text_of
-from kv.models.memory import INSTALL, NANOKV, Memory, Store, memory_of_facts, memory_of_plan
+from kv.models.memory import NANOKV, Memory, Store, memory_of_facts, memory_of_plan
 from kv.plan import plan_kv
 from kv.report import REPORTED_DTYPES
 
@@ -32,13 +32,13 @@ def account(config: dict, batch: int = 1, max_seq_len: int = 4096, kv_dtype: str
         engines     {engine: bytes allocated}; None: not known, or it cannot run the model
         assumed     what the config does not say, in words
         filled      settings that the config leaves out, with the values they were given
-        defaults    where settings that the config leaves out come from; '' = unknown
+        defaults    where settings that the config leaves out come from; '' = not known
         fit         (with budget) {engine, 'needed', or 'needed, KV_DTYPE': sequences}
         like        (with like) bytes, smaller, window, and the row of the ladder that prices it
 
     Raises:
         UserError: if the config lacks a fact or contradicts itself, if transformers cannot run it,
-            or if the memory of this config is known to transformers only, and that is missing.
+            or if only transformers knows this model type, and it is not installed.
     """
     for name, value in (('max_seq_len', max_seq_len), ('batch', batch), *vllm.items()):
         if value < 1:
@@ -82,15 +82,10 @@ def _memory(config: dict) -> Memory:
         return replace(memory_of_plan(plan_kv(ours)), defaults='GPTConfig', filled=filled)
     check_sizes(config)
     try:
-        from transformers import CONFIG_MAPPING
-
-        from kv.models import build
-        name = config.get('model_type')
-        known = isinstance(name, str) and name in CONFIG_MAPPING
-        why = f'transformers does not know model_type={name!r}'
+        from kv.models.build import memory_of
+        memory = memory_of(config)
     except ImportError:
-        known, why = False, f'for what only its class says: {INSTALL}'
-    memory = build.memory_of(config) if known else memory_of_facts(text_of(config), why)
+        memory = memory_of_facts(text_of(config))
     quantization = config.get('quantization_config')
     if isinstance(quantization, dict) and quantization.get('kv_cache_scheme'):
         told = 'its quantization_config has a kv_cache_scheme: choose --kv_dtype accordingly'

@@ -39,9 +39,10 @@ def memory_of(given: dict) -> Memory:
     """The memory of a model, by the contents of its config.json.
 
     Raises:
-        UserError: if transformers cannot build or run it, or it has no cache.
+        UserError: if transformers does not know it, cannot build or run it, or it has no cache.
     """
-    cls = transformers.CONFIG_MAPPING[given['model_type']]
+    with _refused(f"transformers does not know model_type={given.get('model_type')!r}"):
+        cls = transformers.CONFIG_MAPPING[given['model_type']]
     with _refused(f"this config is not valid for transformers' {cls.__name__}"):
         config = cls.from_dict(_without_code(given))
         if not config.is_encoder_decoder:

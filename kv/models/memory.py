@@ -6,10 +6,9 @@
               inputs of short convolutions
 
 `kv.models.build` reads the stores from a cache that transformers makes. Without transformers,
-`memory_of_facts` knows the common keys of a config. No torch here.
+`memory_of_facts` knows the keys of a few model types. No torch here.
 """
 import math
-import re
 from dataclasses import dataclass, field
 
 from config.errors import UserError
@@ -22,16 +21,11 @@ INSTALL = "pip install 'transformers>=5.23'"
 FLOAT32_BYTES = 4
 
 KINDS = {'full_attention': FULL, 'sliding_attention': WINDOW}
-COMMON = {'layer_types', 'num_key_value_heads', 'use_cache', 'cache_implementation',
-          'max_window_layers', 'sliding_window', 'use_sliding_window', 'chunk_size_feed_forward'}
-# A key with one of these in its name may describe memory of which the common keys say nothing.
-SUSPICIOUS = re.compile('state|conv|window|chunk|kv_|lora_rank|latent|ssm|mamba|recurr|rnn|lru'
-                        '|cache|compress|memory|multi_?query|linear_|delta|index|swa|block_'
-                        '|layers?_type|per_layer|attn_|attention_(head_)?type|attention_groups'
-                        '|local|global|hybrid|shared_layers|is_encoder|cross_attention|key_value')
-HARMLESS = re.compile('output_|initializer_|attn_(implementation|pdrop)|.*(bias|dropout)$'
-                      '|num_local_experts|.*scale')
-ENCODERS = re.compile('(?i)bert|electra|clip|xlm|MaskedLM|Encoder')
+# Model types that `memory_of_facts` knows. Without a head_dim, the first divide hidden_size by the
+# number of heads; the others have a default of their class.
+DIVIDED = ('llama', 'mistral', 'mixtral', 'phi3', 'qwen2')
+OTHERS = ('qwen3', 'gemma2', 'gemma3_text')
+WINDOWS = ('mistral', 'gemma2', 'gemma3_text')  # classes with windows by default
 
 
 @dataclass(frozen=True)
@@ -99,55 +93,41 @@ class Memory:
     filled: dict = field(default_factory=dict)
 
 
-def memory_of_facts(config: dict, why: str) -> Memory:
-    """Read the common keys of a text model's config.
-
-    why: what to do about other keys, as the end of a sentence.
+def memory_of_facts(config: dict) -> Memory:
+    """Read a text model's config without transformers.
 
     Raises:
-        UserError: if a necessary fact is missing or wrong, or another key may describe memory.
+        UserError: if its model type is not among a few common ones, or a necessary key is missing.
     """
-    model_type = str(config.get('model_type') or '?')
-    if ENCODERS.search(f"{model_type} {config.get('architectures')}"):
-        raise UserError(f'{model_type} may be an encoder, which has no KV cache; {why}')
-    for name, value in config.items():
-        if value and name not in COMMON and SUSPICIOUS.search(name) and not HARMLESS.match(name):
-            raise UserError(f'this config has {name}={str(value)[:60]}, and only its class knows '
-                            f'what that stores; {why}')
+    model_type = config.get('model_type')
+    if model_type not in (*DIVIDED, *OTHERS):
+        raise UserError(f'model_type={model_type!r}: without transformers, known are '
+                        f"{', '.join((*DIVIDED, *OTHERS))}; for others: {INSTALL}")
+    names = 'num_hidden_layers', 'num_attention_heads', 'num_key_value_heads', 'head_dim'
+    facts = {name: config.get(name) for name in names}
+    if not facts['head_dim'] and model_type in DIVIDED and facts['num_attention_heads']:
+        facts['head_dim'] = config.get('hidden_size', 0) // facts['num_attention_heads']
+    missing = [name for name, value in facts.items() if not value]
+    if model_type in WINDOWS and 'sliding_window' not in config:
+        missing.append('sliding_window')
+    if missing:
+        raise UserError(f"this config has no {' and no '.join(missing)}; for the defaults of its "
+                        f'class: {INSTALL}')
 
-    def count(*names, default=None) -> int:
-        name = next((name for name in names if config.get(name) is not None), None)
-        value = config[name] if name else default
-        if type(value) is not int or value < 1:
-            given = f'{name}={value!r}' if name else f"no {' or '.join(names)}"
-            raise UserError(f'this config has {given}: a whole number of at least 1 is needed; '
-                            f'{why}')
-        return value
-
-    n_layer = count('num_hidden_layers', 'n_layer')
-    n_head = count('num_attention_heads', 'n_head')
-    heads = count('num_key_value_heads', default=n_head)
-    given = config.get('head_dim') is not None
-    width = count('head_dim') * n_head if given else count('hidden_size', 'n_embd')
-    if heads > n_head or width % n_head:
-        raise UserError(f'this config has {heads} K/V heads, {n_head} query heads and a width of '
-                        f'{width:,}, which contradict each other')
-
-    kinds, assumed = config.get('layer_types'), ()
+    n_layer, n_head, heads, width = facts.values()
+    kinds, window, assumed = config.get('layer_types'), config.get('sliding_window'), ()
     if kinds is None:
         kinds = ['full_attention'] * n_layer
-        if config.get('sliding_window') and config.get('use_sliding_window') is not False:
-            assumed = (f"it has windows ({config['sliding_window']}), but does not say in which "
-                       'layers: all are counted as if they had none, which is an upper bound',)
-    if not (isinstance(kinds, list) and len(kinds) == n_layer
-            and all(isinstance(kind, str) and kind in KINDS for kind in kinds)):
+        if window and config.get('use_sliding_window') is not False:
+            assumed = (f'it has windows ({window}), but does not say in which layers: all are '
+                       'counted as if they had none, which is an upper bound',)
+    if len(kinds) != n_layer or not set(kinds) <= KINDS.keys():
         raise UserError(f'this config has layer_types={str(kinds)[:60]}: known are '
-                        f"{' and '.join(KINDS)}, for each of {n_layer} layers; {why}")
-    parts = tuple(Part(name, heads, width // n_head) for name in ('K', 'V'))
-    stores = tuple(Store(KINDS[kind], (i,), parts,
-                         count('sliding_window') if KINDS[kind] == WINDOW else 0)
+                        f"{' and '.join(KINDS)}, for each of {n_layer} layers")
+    parts = Part('K', heads, width), Part('V', heads, width)
+    stores = tuple(Store(KINDS[kind], (i,), parts, window if KINDS[kind] == WINDOW else 0)
                    for i, kind in enumerate(kinds))
-    return Memory(stores, n_layer, n_head, width // n_head, model_type, assumed)
+    return Memory(stores, n_layer, n_head, width, model_type, assumed)
 
 
 def memory_of_plan(plan: KVPlan) -> Memory:

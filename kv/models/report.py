@@ -68,9 +68,8 @@ def notes(found: dict) -> list[str]:
     """What the reader should know about the account, and the same model with nanoKV's plan."""
     lines = []
     if not found['defaults']:
-        lines.append('Note: only what the config says is known, and layers of which it says '
-                     'nothing count as full attention. Where transformers knows the class, it '
-                     f'builds the model and counts its cache: {INSTALL}.')
+        lines.append('Note: layers of which the config says nothing count as full attention. '
+                     f'transformers would count the cache of the model: {INSTALL}.')
     if found['filled']:
         texts = {name: repr(value) for name, value in found['filled'].items()}
         filled = ', '.join(f"{name}={text if len(text) <= 60 else text[:57] + '...'}"

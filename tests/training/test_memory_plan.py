@@ -76,7 +76,7 @@ def test_figures_are_predictions(capsys):
 
 
 @pytest.mark.parametrize('flag, words', [
-    ('--budget=much', "budget='much': a number of bytes is needed"),
+    ('--budget=much', "budget='much': a number of at least 1 is needed"),
     ('--budget=1MB', 'nothing fits; the least is '),
     ('--batch_size=0', 'must be at least 1'), ('--device=nowhere', 'cannot be used here'),
     ('--n_head=5', 'n_head')])
