@@ -30,10 +30,10 @@ BUDGETS = {
     'training/': 3_919,
     'engine/': 5_085,
     'attention/kernels/': 815,
-    'kv/': 1_365,  # without the core
+    'kv/': 1_371,  # without the core
     'data/': 2_699,
     'config/ configurator.py': 1_977,
-    'tests/': 29_695,
+    'tests/': 29_687,
 }
 house = pytest.mark.house
 

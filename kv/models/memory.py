@@ -11,7 +11,7 @@
 import math
 from dataclasses import dataclass, field
 
-from config.errors import UserError
+from config.errors import UserError, shown
 from kv.plan import KV_DTYPES, KVPlan, checked_dtype
 
 FULL, WINDOW, CHUNK, STATE = 'full', 'window', 'chunk', 'state'
@@ -104,6 +104,11 @@ def memory_of_facts(config: dict) -> Memory:
         raise UserError(f'model_type={model_type!r}: without transformers, known are '
                         f"{', '.join((*DIVIDED, *OTHERS))}; for others: {INSTALL}")
     names = 'num_hidden_layers', 'num_attention_heads', 'num_key_value_heads', 'head_dim'
+    for name in (*names, 'hidden_size', 'sliding_window'):
+        value = config.get(name)
+        if value is not None and (type(value) is not int or value < 1):
+            raise UserError(f'this config has {name}={shown(value)}: must be a whole number of 1 or '
+                            'more')
     facts = {name: config.get(name) for name in names}
     if not facts['head_dim'] and model_type in DIVIDED and facts['num_attention_heads']:
         facts['head_dim'] = config.get('hidden_size', 0) // facts['num_attention_heads']
@@ -121,7 +126,8 @@ def memory_of_facts(config: dict) -> Memory:
         if window and config.get('use_sliding_window') is not False:
             assumed = (f'it has windows ({window}), but does not say in which layers: all are '
                        'counted as if they had none, which is an upper bound',)
-    if len(kinds) != n_layer or not set(kinds) <= KINDS.keys():
+    if not isinstance(kinds, list) or len(kinds) != n_layer or any(
+            not isinstance(kind, str) or kind not in KINDS for kind in kinds):
         raise UserError(f'this config has layer_types={str(kinds)[:60]}: known are '
                         f"{' and '.join(KINDS)}, for each of {n_layer} layers")
     parts = Part('K', heads, width), Part('V', heads, width)

@@ -12,7 +12,7 @@ from config.errors import UserError
 from config.gpt_config import GPTConfig
 from kv.__main__ import main
 from kv.plan import KV_DTYPES, plan_kv
-from kv.svg import BAR, layers_text, plan_svg, slot_text
+from kv.svg import BAR, DARK, LIGHT, layers_text, plan_svg, slot_text
 from tests.helpers.plans import plan_configs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,6 +112,21 @@ def test_the_legend_explains_only_what_is_drawn():
 def test_what_a_slot_holds(fields, T, held, layers):
     slot = plan_kv(GPTConfig(**fields)).slots[0]
     assert (slot_text(slot, T), layers_text(slot)) == (f'slot 0, {held}', layers)
+
+
+@pytest.mark.parametrize('colours', [LIGHT, DARK])
+def test_text_has_enough_contrast(colours):
+    def luminance(colour):
+        parts = [int(colour[i:i + 2], 16) / 255 for i in (1, 3, 5)]
+        parts = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+
+    def contrast(*pair):
+        low, high = sorted(luminance(colours[name]) for name in pair)
+        return (high + 0.05) / (low + 0.05)
+    for text, ground in (('ink', 'page'), ('dim', 'page'), ('ink', 'pale'), ('on', 'blue')):
+        assert contrast(text, ground) >= 4.5
+    assert contrast('thin', 'page') >= 3 and contrast('blue', 'page') >= 3
 
 
 def test_the_program_writes_it_over_what_was_there(tmp_path, capsys):

@@ -136,6 +136,9 @@ def test_common_keys_say_the_same_as_the_class(model_type):
     (FAMILIES['qwen3_next'] | dict(model_type='qwen3_next'), 'known are llama.*pip install'),
     (LLAMA | dict(layer_types=['mamba'] * 32), "known are full_attention and sliding_attention"),
     (LLAMA | dict(layer_types=['full_attention'] * 31), 'for each of 32 layers'),
+    (LLAMA | dict(num_key_value_heads='8'), "num_key_value_heads='8'"),
+    (LLAMA | dict(head_dim=2.5), 'head_dim=2.5'), (LLAMA | dict(layer_types=5), 'layer_types=5'),
+    (LLAMA | dict(layer_types=[[]] * 32), 'layer_types='),
     (LLAMA | dict(num_hidden_layers=10 ** 9), 'at most 2,000 make sense'),
     ({'nanokv': {'n_layer': 3, 'colour': 2}}, 'not of a model of this version')])
 def test_what_only_the_class_knows(config, message, without_transformers):
