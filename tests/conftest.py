@@ -57,3 +57,18 @@ def no_silent_fallback(request):
     torch._dynamo.reset()  # compilations of other tests do not count
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         yield
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """`recorded(owner, name, note)` returns a list that gets `note(*args)` before each later call
+    of the function `owner.name`."""
+    def record(owner, name, note):
+        notes, plain = [], getattr(owner, name)
+
+        def call(*args, **kwargs):
+            notes.append(note(*args, **kwargs))
+            return plain(*args, **kwargs)
+        monkeypatch.setattr(owner, name, call)
+        return notes
+    return record

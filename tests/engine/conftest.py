@@ -1,5 +1,6 @@
 """Fixtures of the engine's tests."""
 import math
+import pydoc
 
 import pytest
 import torch
@@ -38,3 +39,31 @@ def waits(monkeypatch):
     record(torch.Tensor, 'to', blocking_copy)
     record(torch, 'tensor', lambda *args, device=None, **kwargs: device is not None)
     return calls
+
+
+@pytest.fixture
+def everywhere(monkeypatch):
+    """Capture steps on this device too, where they are simply called."""
+    monkeypatch.setattr('engine.steps.captured.suits_capture', lambda model: True)
+
+
+@pytest.fixture
+def interrupt(monkeypatch):
+    """`interrupt(name, when, error)`: the n-th call of the function with this full name raises the
+    error if `when(n)` is 'before' or 'after' (it has run). Returns a list with all n so far."""
+    def arm(name, when, error=KeyboardInterrupt):
+        owner, _, attribute = name.rpartition('.')
+        plain, calls = pydoc.locate(name), []
+
+        def interrupted(*args, **kwargs):
+            calls.append(len(calls) + 1)
+            moment = when(calls[-1])
+            if moment == 'before':
+                raise error
+            result = plain(*args, **kwargs)
+            if moment == 'after':
+                raise error
+            return result
+        monkeypatch.setattr(pydoc.locate(owner), attribute, interrupted)
+        return calls
+    return arm

@@ -37,12 +37,11 @@ def native_step():
 
 
 @pytest.fixture
-def fused_step(monkeypatch):
+def fused_step(everywhere):
     """The same with the blocks of captured steps."""
     if not INTERPRETING or find_spec('triton') is None:
         pytest.skip('interpreted where there is no GPU')
     captured._note.cache_clear()
-    monkeypatch.setattr('engine.steps.captured.suits_capture', lambda model: True)
 
     def step(model, cache):
         with triton_enabled(True):
@@ -57,16 +56,16 @@ def fast_step(request):
 
 
 def sharpened(monkeypatch, wrong) -> None:
-    """Make queries of the rows for which wrong(start of the row) is true half as long again, as a
-    change of model.py may."""
+    """Make queries of the rows for which wrong(start of the row, numbers of tokens of all rows) is
+    true half as long again, as a change of model.py may."""
     attend = CausalSelfAttention.attend_to_cache
 
     def changed(self, q, kv, cache):
         if hasattr(cache, '_step'):
-            starts = cache._step.starts
+            starts, lens = cache._step.starts, cache._step.lens
         else:
-            starts = cache.positions[:, 0].tolist()
-        scale = torch.tensor([1.5 if wrong(start) else 1.0 for start in starts])
+            starts, lens = cache.positions[:, 0].tolist(), [1]
+        scale = torch.tensor([1.5 if wrong(start, lens) else 1.0 for start in starts])
         return attend(self, q * scale[:, None, None, None], kv, cache)
     monkeypatch.setattr(CausalSelfAttention, 'attend_to_cache', changed)
 
@@ -99,46 +98,35 @@ def test_rounding_of_large_or_few_logits_is_no_difference(native_step, dtype, vo
     assert native_step(model, model.new_cache(2, 64)) is not None
 
 
-def test_large_windows_are_compared_row_by_row(native_step, monkeypatch):
+def test_large_windows_are_compared_row_by_row(native_step, monkeypatch, recorded):
     """A comparison takes the memory of one long row, also past the window; K and V are equal."""
-    made, compared = [], agreement._agree
     monkeypatch.setattr(agreement, 'NBYTES', 2 ** 12)
-    monkeypatch.setattr(agreement, '_agree',
-                        lambda *args: made.append(args[2]) or compared(*args))
+    made = recorded(agreement, '_agree', lambda *args: args[2])
     config = GPTConfig(**SMALL | dict(window_size=16))
     model = random_model(config, torch.float32)
     assert native_step(model, model.new_cache(2, 64)) is not None
     assert made == [[0, 9], [15], [30], [30]]
 
 
-@pytest.mark.parametrize('wrong', [
-    lambda start: start == 1, lambda start: start >= 8, lambda start: start >= 60,
-    lambda start: start % 5 == 4], ids=['second token', 'from 8 on', 'at the end', 'at a wrap'])
-def test_a_change_that_acts_anywhere_is_seen(native_step, monkeypatch, capsys, wrong):
-    """Queries are scaled in some positions only."""
+@pytest.mark.parametrize('step, wrong', [
+    ('native_step', lambda start, lens: start == 1),
+    ('native_step', lambda start, lens: start >= 8),
+    ('native_step', lambda start, lens: start >= 60),
+    ('native_step', lambda start, lens: start % 5 == 4),
+    ('native_step', lambda start, lens: not all(lens)),
+    ('fused_step', lambda start, lens: start >= 8)],
+    ids=['second token', 'from 8 on', 'at the end', 'at a wrap', 'a row sits out', 'fused'])
+def test_a_change_that_acts_anywhere_is_seen(request, monkeypatch, capsys, step, wrong):
+    """Queries are scaled in some positions or steps only."""
+    step = request.getfixturevalue(step)
     sharpened(monkeypatch, wrong)
-    assert refused(native_step, capsys, 'other logits than model.py')
+    assert refused(step, capsys, 'other logits than model.py')
 
 
-def test_a_change_that_acts_where_a_row_sits_out_is_seen(native_step, monkeypatch, capsys):
-    attend = CausalSelfAttention.attend_to_cache
-
-    def changed(self, q, kv, cache):
-        return attend(self, q * (1 if all(cache._step.lens) else 1.5), kv, cache)
-    monkeypatch.setattr(CausalSelfAttention, 'attend_to_cache', changed)
-    assert refused(native_step, capsys, 'other logits than model.py')
-
-
-def test_a_change_that_acts_later_is_seen_in_fused_blocks(fused_step, monkeypatch, capsys):
-    sharpened(monkeypatch, lambda start: start >= 8)
-    assert refused(fused_step, capsys, 'other logits than model.py')
-
-
-def test_a_change_that_the_fused_blocks_lack_is_captured(monkeypatch):
+def test_a_change_that_the_fused_blocks_lack_is_captured(everywhere, monkeypatch):
     model = random_model(GPTConfig(**SMALL), torch.float32)
-    monkeypatch.setattr('engine.steps.captured.suits_capture', lambda model: True)
     monkeypatch.setattr(captured, 'unknown_field', lambda config: 'query_scale=1.5')
-    sharpened(monkeypatch, lambda start: start >= 8)
+    sharpened(monkeypatch, lambda start, lens: start >= 8)
     one, other = (model.new_cache(2, 64) for _ in 'ab')
     decode = captured_decode(model, other)
     assert type(model.transformer.h[0]) is Block

@@ -1,7 +1,6 @@
 """The asynchronous engine schedules a step before it reads the tokens of the last one, and every
 request gets what it gets from the synchronous one."""
 import copy
-import random
 import time
 
 import pytest
@@ -16,7 +15,6 @@ from engine.requests.params import SamplingParams
 from engine.requests.sampler import Drawn
 from tests.helpers.models import FULL_STACK, random_model
 from tests.helpers.serving import (
-    KINDS,
     TOKENIZER,
     alone,
     assert_idle,
@@ -28,19 +26,11 @@ from tests.helpers.serving import (
 
 
 @pytest.fixture
-def log(monkeypatch):
+def log(recorded):
     """What happens, in order: 'compute' for each decode step, 'read' for tokens that are read."""
-    entries, read, steps = [], Flight.read, Engine._decode
-
-    def decode(*args):
-        entries.append('compute')
-        return steps(*args)
-
-    def logged(flight):
-        entries.append('read')
-        return read(flight)
-    monkeypatch.setattr(Flight, 'read', logged)
-    monkeypatch.setattr(Engine, '_decode', decode)
+    entries = []
+    recorded(Flight, 'read', lambda flight: entries.append('read'))
+    recorded(Engine, '_decode', lambda *args: entries.append('compute'))
     return entries
 
 
@@ -83,14 +73,11 @@ def test_events_are_the_same_one_step_later(params):
             assert x.completion is None or assert_same(x.completion, y.completion) is None
 
 
-def test_a_request_that_ends_by_its_length_is_not_computed_once_more(log):
+def test_a_request_that_ends_by_its_length_is_not_computed_once_more(recorded):
     engine = Engine(model_of('full stack'), 2, 40, asynchronous=True)
     for n in (2, 6):
         engine.submit(prompt(3), SamplingParams(n, seed=0))
-    computed = []
-    plain = engine.scheduler.computed
-    engine.scheduler.computed = lambda request, n: (computed.append(request.number),
-                                                    plain(request, n))
+    computed = recorded(engine.scheduler, 'computed', lambda request, n: request.number)
     while engine.n_unfinished:
         engine.step()
     # its prompt and all of its tokens but the last
@@ -98,13 +85,12 @@ def test_a_request_that_ends_by_its_length_is_not_computed_once_more(log):
 
 
 @pytest.mark.parametrize('kind', ['full stack', 'offset keys'])
-def test_a_request_is_preempted_after_its_tokens_were_read(kind):
+def test_a_request_is_preempted_after_its_tokens_were_read(kind, recorded):
     model = model_of(kind)
     wanted = [(prompt(n, seed=n), SamplingParams(20, seed=n)) for n in (9, 3, 14, 6)]
     engine = Engine(model, 4, 34, page_size=2, prefill_chunk=7, asynchronous=True,
                     kv_budget=budget_for(model, 4, 34, 20, 2))
-    in_flight, plain = [], engine.scheduler.preempt
-    engine.scheduler.preempt = lambda request: (in_flight.append(request.in_flight), plain(request))
+    in_flight = recorded(engine.scheduler, 'preempt', lambda request: request.in_flight)
     done = engine.generate([ids for ids, _ in wanted], [p for _, p in wanted])
     assert len(in_flight) > 1 and not any(in_flight)
     for completion, (ids, params) in zip(done, wanted):
@@ -156,30 +142,6 @@ def test_what_was_not_finite_takes_no_more_blocks_of_others_along(n):
     assert held[0] == held[1]
 
 
-@pytest.mark.parametrize('kind, pages', [
-    ('full stack', 0), *((kind, 24) for kind in (*KINDS, 'offset keys', 'tied'))])
-def test_conversations_with_a_prefix_cache(kind, pages):
-    """Stop tokens end replies, so that a row computes one token more than its reply has."""
-    model, draw, said = model_of(kind), random.Random(kind), [prompt(5, seed=1)]
-    engines = [Engine(model, 3, 60, page_size=4, prefill_chunk=12, prefix_budget=10 ** 9,
-                      kv_budget=pages and budget_for(model, 3, 60, pages, 4),
-                      asynchronous=asynchronous) for asynchronous in (False, True)]
-    found = 0
-    for turn in range(8):
-        old = draw.choice(said)[:48]
-        prompts = [(old + prompt(k + 1, seed=turn))[:50] for k in range(3)]
-        params = [SamplingParams(draw.randint(1, 9), seed=turn, stop_tokens=(3, 8, 11, 13))] * 3
-        synchronous, asynchronous = (engine.generate(prompts, params) for engine in engines)
-        for a, b, ids in zip(synchronous, asynchronous, prompts):
-            assert_same(a, alone(model, ids, params[0]))
-            assert_same(a, b)
-            found += b.n_cached - a.n_cached
-            said.append(ids + a.tokens)
-    table, store = engines[1].cache.table, engines[1].prefix
-    assert found >= 0 and not any(table.rows) and not any(block.users for block in store.blocks)
-    assert table.n_free + table.n_evictable == table.n_pages
-
-
 def test_a_reply_that_a_stop_token_ends_is_found_whole():
     """Its last token was computed, too, which the synchronous engine does not do."""
     model, ids = model_of('full stack'), prompt(9)
@@ -216,10 +178,9 @@ def test_tokens_in_flight_are_passed_on_by_the_device():
     assert [token for _, token, _ in flight.read()] == [5, -1, 7, 8]
 
 
-def test_the_times_of_steps_are_those_of_the_device(monkeypatch):
+def test_the_times_of_steps_are_those_of_the_device(monkeypatch, recorded):
     """A device that is slow: what it samples arrives 20 ms later, unless somebody waited before."""
-    arrives, times = {}, []
-    init, read = Flight.__init__, Flight.read
+    arrives, init, read = {}, Flight.__init__, Flight.read
 
     def launched(flight, *args):
         init(flight, *args)
@@ -231,8 +192,7 @@ def test_the_times_of_steps_are_those_of_the_device(monkeypatch):
     monkeypatch.setattr(Flight, '__init__', launched)
     monkeypatch.setattr(Flight, 'read', slow)
     engine = Engine(model_of('full stack'), 3, 60, asynchronous=True, slowdown=2.0, page_size=4)
-    decoded = engine.pace.decoded
-    engine.pace.decoded = lambda seconds: (times.append(seconds), decoded(seconds))
+    times = recorded(engine.pace, 'decoded', lambda seconds: seconds)
     engine.submit(prompt(3), SamplingParams(40, seed=0))
     for _ in range(6):
         engine.step()
@@ -245,15 +205,13 @@ def test_the_times_of_steps_are_those_of_the_device(monkeypatch):
     assert len(times) > 30 and min(times) >= 0.019
 
 
-def test_a_step_with_prompts_is_timed_alone(monkeypatch):
+def test_a_step_with_prompts_is_timed_alone(recorded):
     """Nothing is in flight when it begins; its tokens are read at its end."""
-    entries, read, forward = [], Flight.read, Engine._forward
-    monkeypatch.setattr(Flight, 'read', lambda flight: (entries.append('read'), read(flight))[1])
-    monkeypatch.setattr(Engine, '_forward', lambda *args: (
-        entries.append('forward'), forward(*args))[1])
+    entries = []
     engine = Engine(model_of('full stack'), 3, 60, asynchronous=True, slowdown=2.0)
-    prefilled = engine.pace.prefilled
-    engine.pace.prefilled = lambda *args: (entries.append('prefilled'), prefilled(*args))
+    recorded(Flight, 'read', lambda flight: entries.append('read'))
+    recorded(Engine, '_forward', lambda *args: entries.append('forward'))
+    recorded(engine.pace, 'prefilled', lambda *args: entries.append('prefilled'))
     for n in (3, 5, 7):
         engine.submit(prompt(n), SamplingParams(9, seed=1))
         assert sum(event.index == engine._submitted - 1 for event in engine.step()) == 1
@@ -280,9 +238,8 @@ def test_prompts_beside_decoding_rows_are_not_one_pass_in_c():
 
 
 @pytest.mark.parametrize('kv_dtype', ['float32', 'int8'])
-def test_decode_steps_wait_for_the_device_once(monkeypatch, log, waits, kv_dtype):
+def test_decode_steps_wait_for_the_device_once(everywhere, log, waits, kv_dtype):
     """For the tokens of the step before, also when requests end and rows move."""
-    monkeypatch.setattr('engine.steps.captured.suits_capture', lambda model: True)
     model = random_model(GPTConfig(**FULL_STACK), torch.float32)
     engine = Engine(model, 4, 60, kv_dtype, page_size=4)
     for k, more in enumerate([{}, dict(top_k=4), dict(top_p=0.8, min_p=0.1), dict(temperature=0)]):

@@ -1,8 +1,6 @@
 """A fault of one request or one step affects nothing else: all other requests get what they would
 get by themselves."""
 import functools
-import itertools
-import pydoc
 
 import pytest
 import torch
@@ -191,23 +189,13 @@ POINTS = ['model.GPT.forward', 'model.Block.forward', 'engine.engine.sample_rows
     pytest.param(*when, marks=pytest.mark.slow)
     for when in ((1, False), (2, True), (5, True), (8, False), (21, True)))])
 @pytest.mark.parametrize('name', POINTS)
-def test_a_step_may_fail_anywhere_and_loses_and_repeats_nothing(monkeypatch, name, at, before, kind,
+def test_a_step_may_fail_anywhere_and_loses_and_repeats_nothing(interrupt, name, at, before, kind,
                                                                 error, budget, asynchronous):
     """The step fails in up to three calls of the function. Once a completion of the same step was
     lost, and a request that was interrupted on its last token never ended."""
     model, reference = model_of(kind), good_alone(kind)
-    module, _, attribute = name.rpartition('.')
-    plain, hits = pydoc.locate(name), itertools.count(1)
-
-    def interrupted(*args, **kwargs):
-        fails = next(hits) in (at, at + 7, at + 14)
-        if fails and before:
-            raise error
-        result = plain(*args, **kwargs)
-        if fails:
-            raise error
-        return result
-    monkeypatch.setattr(pydoc.locate(module), attribute, interrupted)
+    moment = 'before' if before else 'after'
+    calls = interrupt(name, dict.fromkeys((at, at + 7, at + 14), moment).get, error)
     engine = Engine(model, 3, 40, page_size=4, prefill_chunk=6, tokenizer=TOKENIZER,
                     kv_budget=budget and budget_for(model, 3, 40, budget, 4),
                     asynchronous=asynchronous)
@@ -229,4 +217,4 @@ def test_a_step_may_fail_anywhere_and_loses_and_repeats_nothing(monkeypatch, nam
         assert ''.join(e.text for e in mine) == expected.text
         assert_same(mine[-1].completion, expected)
     assert_idle(engine)
-    assert next(hits) > 1
+    assert calls

@@ -29,9 +29,8 @@ from engine.steps import fused_linear as kernel  # noqa: E402
 
 ACTIVATIONS = {'': lambda x: x, 'none': F.gelu, 'relu2': lambda x: F.relu(x).square(),
                'tanh': lambda x: F.gelu(x, approximate='tanh')}
-DEVICES = [pytest.param('cpu', marks=pytest.mark.skipif(
-    not INTERPRETING, reason='interpreted where there is no GPU')),
-    pytest.param('cuda', marks=pytest.mark.gpu)]
+interpreted = pytest.mark.skipif(not INTERPRETING, reason='interpreted where there is no GPU')
+DEVICES = [pytest.param('cpu', marks=interpreted), pytest.param('cuda', marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize('device', DEVICES)
@@ -94,16 +93,15 @@ def test_a_layer_in_int8_is_what_int8_linear_gives(M, K, N, norm, dtype, device,
     assert torch.equal(zero, linear.bias.expand(M, N).to(dtype))
 
 
+@interpreted
 @pytest.mark.parametrize('changes, quantized, fused', [
     ({}, '', True), (dict(bias=True, gelu='tanh'), '', True), (dict(gelu='relu2'), '', True),
     (dict(act_clamp=1.0), '', False), ({}, 'packed int8', False), ({}, 'int8', True),
     (dict(bias=True, gelu='tanh'), 'int8', True), ({}, 'int4', False),
     (dict(attn_sink=True), '', False)])
 @torch.inference_mode()
-def test_which_blocks_are_fused(changes, quantized, fused, monkeypatch):
+def test_which_blocks_are_fused(changes, quantized, fused, monkeypatch, recorded):
     """Whether they are or not, a step gives what a model without kernels gives."""
-    if not INTERPRETING:
-        pytest.skip('interpreted where there is no GPU')
     model = random_model(GPTConfig(**FULL_STACK | changes), torch.float32)
     if quantized:
         if not quantized.startswith('packed'):
@@ -113,13 +111,12 @@ def test_which_blocks_are_fused(changes, quantized, fused, monkeypatch):
     usual = model.new_cache(2, 20)
     model(tokens(2, 9), cache=usual)
     expected = model(tokens(2, 1), cache=usual)[0]
-    cache, calls, kernel_of = model.new_cache(2, 20), [], kernel.fused_linear
+    cache = model.new_cache(2, 20)
     model(tokens(2, 9), cache=cache)
     fuse(model)
     view = StaticCache(cache, 2)
     view.set([9, 9])
-    monkeypatch.setattr(kernel, 'fused_linear', lambda *args, **kwargs: (
-        calls.append(args), kernel_of(*args, **kwargs))[1])
+    calls = recorded(kernel, 'fused_linear', lambda *args, **kwargs: args)
     with triton_enabled(True):
         found = model(tokens(2, 1), cache=view)[0]
     assert type(model.transformer.h[0]) is FusedBlock
@@ -166,13 +163,12 @@ class Launches(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
+@interpreted
 @pytest.mark.parametrize('batch, kv_dtype, paged', [
     (1, 'float32', False), (1, 'int8', True), (64, 'int8', False), (64, 'int8', True)])
 @torch.inference_mode()
 def test_a_step_of_the_full_stack_launches_few_kernels(batch, kv_dtype, paged, monkeypatch):
     """12 layers, as on a GPU with 132 multiprocessors."""
-    if not INTERPRETING:
-        pytest.skip('interpreted where there is no GPU')
     config = GPTConfig(**FULL_STACK | dict(n_layer=12, window_size=256, block_size=2048))
     model = random_model(config, torch.float32)
     pages = dict(cache_class=PagedKVCache, n_pages=32 * batch, page_size=64) if paged else {}
@@ -215,52 +211,36 @@ for dtype, make in ((torch.bfloat16, lambda x: x), (torch.float16, lambda x: x),
             norm = LayerNorm(K, True).to(dtype) if N > K else None
             kernel.fused_linear(x, make(torch.nn.Linear(K, N, **how)), norm,
                                 'tanh' if norm else '', None if norm else torch.zeros(M, N, **how))
-print(json.dumps([resources(each) | {
+found = [resources(each) | {
     'copies': each.asm['ttgir'].count('async_copy_global_to_local'),
     'tensor cores': 's8.s8' if 's8.s8' in each.asm['ptx'] else 'mma' in each.asm['ptx']}
-    for each in made]))
+    for each in made]
+made.clear()
+for activation in kernel.ACTIVATIONS:
+    linear = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
+    kernel.fused_linear(torch.zeros(1, 64, dtype=torch.bfloat16), linear, None, activation)
+print(json.dumps([found, [each.asm['ptx'] for each in made]]))
 '''
 
 
 @pytest.mark.slow
-def test_compiled_for_a_gpu_weights_are_copied_ahead(tmp_path):
-    found = run_alone(PROGRAM, TRITON_CACHE_DIR=str(tmp_path), TRITON_DEFAULT_FP_FUSION='1')
+def test_compiled_for_a_gpu_weights_are_copied_ahead_and_no_activation_loses_nan(tmp_path):
+    found, activated = run_alone(PROGRAM, TRITON_CACHE_DIR=str(tmp_path),
+                                 TRITON_DEFAULT_FP_FUSION='1')
     for i, each in enumerate(found):
         kind, many = i // 8, i % 8 >= 6  # 64 rows
         assert each['tensor cores'] == [True, True, 's8.s8', False][kind], json.dumps(each)
         assert each['copies'] >= 6, each
         assert each['spilled'] <= (64 if kind == 3 and many else 0), each
         assert each['shared'] <= 227 * 1024 // 2, each
-
-
-ACTIVATED = '''
-import json
-import torch
-from engine.steps import fused_linear as kernel
-from tests.helpers.ahead_of_time import CompilesOnly
-
-made, half = [], dict(dtype=torch.bfloat16)
-kernel._linear = CompilesOnly(kernel._linear, made)
-for activation in kernel.ACTIVATIONS:
-    kernel.fused_linear(torch.zeros(1, 64, **half), torch.nn.Linear(64, 64, **half), None,
-                        activation)
-print(json.dumps([each.asm['ptx'] for each in made]))
-'''
-
-
-@pytest.mark.slow
-def test_compiled_for_a_gpu_no_activation_loses_nan(tmp_path):
-    for ptx in run_alone(ACTIVATED, TRITON_CACHE_DIR=str(tmp_path)):
+    assert len(activated) == len(kernel.ACTIVATIONS)
+    for ptx in activated:
         assert 'max.f32' not in ptx and 'min.f32' not in ptx
 
 
-def test_the_engine_uses_the_kernel(monkeypatch):
-    if not INTERPRETING:
-        pytest.skip('interpreted where there is no GPU')
-    monkeypatch.setattr('engine.steps.captured.suits_capture', lambda model: True)
-    calls, kernel_of = [], kernel.fused_linear
-    monkeypatch.setattr(kernel, 'fused_linear', lambda *args, **kwargs: (
-        calls.append(args), kernel_of(*args, **kwargs))[1])
+@interpreted
+def test_the_engine_uses_the_kernel(everywhere, recorded):
+    calls = recorded(kernel, 'fused_linear', lambda *args, **kwargs: args)
     model = random_model(GPTConfig(**FULL_STACK), torch.float32)
     engine = Engine(model, 2, 20, kv_dtype='float32')
     with triton_enabled(True):

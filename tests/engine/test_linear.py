@@ -3,22 +3,18 @@ import pytest
 import torch
 from torch import nn
 
-from engine.weights import linear
-
 from engine import native
+from engine.weights import linear
 from engine.weights.linear import FewRowsLinear
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason='no compiler here')
 
 
 @pytest.fixture
-def by_extension(monkeypatch) -> list:
+def by_extension(monkeypatch, recorded) -> list:
     """Shapes that the extension multiplied; it is declared to be faster up to 8 rows."""
-    if native.library() is None:
-        pytest.skip('no compiler here')
-    taken, run = [], linear.by_extension
-    monkeypatch.setattr(linear, 'by_extension', lambda described, x: taken.append(x.shape)
-                        or run(described, x))
     monkeypatch.setattr(linear, '_measured', lambda dtype: 8)
-    return taken
+    return recorded(linear, 'by_extension', lambda described, x: x.shape)
 
 
 @pytest.mark.parametrize('dtype, error', [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
@@ -39,8 +35,6 @@ def test_few_rows_equal_a_plain_linear(by_extension, shape, n_out, bias, dtype, 
 @pytest.mark.parametrize('n_out', [1, 8, 16, 65])
 @pytest.mark.parametrize('n_in', [8, 48, 1040])
 def test_any_number_of_rows(n_in, n_out, dtype):
-    if native.library() is None:
-        pytest.skip('no compiler here')
     weight, bias = torch.randn(n_out, n_in).to(dtype), torch.randn(n_out)
     for n_rows in (1, 2, 3, 4, 15, 16, 17, 19, 20, 32, 47, 50, 64, 83):
         x = torch.randn(n_rows, n_in).to(dtype)
@@ -52,8 +46,6 @@ def test_any_number_of_rows(n_in, n_out, dtype):
 
 @pytest.mark.parametrize('n_rows', [1, 16, 48])
 def test_long_sums_are_as_exact_as_short_ones(n_rows):
-    if native.library() is None:
-        pytest.skip('no compiler here')
     x, weight = torch.rand(n_rows, 8192), torch.rand(16, 8192)
     y = linear.by_extension(linear.describe(weight, None), x)
     expected = x.double() @ weight.double().T
@@ -63,8 +55,6 @@ def test_long_sums_are_as_exact_as_short_ones(n_rows):
 @pytest.mark.parametrize('n_rows', [1, 3, 4, 17, 19, 35])
 def test_bfloat16_weights_take_all_rows_rounded_to_nearest_or_none(n_rows):
     """Some processors multiply bfloat16 by bfloat16: then all activations are rounded."""
-    if native.library() is None:
-        pytest.skip('no compiler here')
     x, weight = torch.rand(n_rows, 1024), torch.rand(16, 1024).bfloat16()
     y = linear.by_extension(linear.describe(weight, None), x)
     forms = (form.double() @ weight.double().T for form in (x, x.bfloat16()))

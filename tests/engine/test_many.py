@@ -109,14 +109,9 @@ def test_rows_chunks_and_memory_change_no_answer(answers, settings, num_samples)
     assert [a['sample'] for a in got] == list(range(num_samples)) * 10
 
 
-def test_an_answer_is_written_as_soon_as_those_before_it_are(answers, monkeypatch):
+def test_an_answer_is_written_as_soon_as_those_before_it_are(answers, recorded):
     """An answer that waits for an earlier, long one is written right after it, not at the end."""
-    seen, steps, plain = [], [], Engine.step
-
-    def step(engine):
-        steps.append(1)
-        return plain(engine)
-    monkeypatch.setattr(Engine, 'step', step)
+    seen, steps = [], recorded(Engine, 'step', lambda engine: 1)
     answers(['"a"', '{"prompt": "b", "max_new_tokens": 20}', '"c"',
              '{"prompt": "d", "max_new_tokens": 40}'], rows=4,
             write=lambda answer: seen.append((answer['line'], len(steps))))
@@ -124,20 +119,13 @@ def test_an_answer_is_written_as_soon_as_those_before_it_are(answers, monkeypatc
 
 
 @pytest.mark.parametrize('error', [KeyboardInterrupt, MemoryError])
-def test_interrupted_what_is_complete_has_been_written(answers, monkeypatch, error):
+def test_interrupted_what_is_complete_has_been_written(answers, interrupt, error):
     """Including answers that only waited for their turn: lines 1, 5 and 7 are done, 2 is not."""
-    plain, n_steps, written = Engine.step, [0], []
-
-    def step(engine):
-        n_steps[0] += 1
-        if n_steps[0] == 15:
-            raise error
-        return plain(engine)
-    monkeypatch.setattr(Engine, 'step', step)
+    written = []
+    interrupt('engine.engine.Engine.step', {15: 'before'}.get, error)
     with pytest.raises(error):
         answers(FILE, rows=3, write=written.append)
     assert [a['line'] for a in written] == [1, 3, 5, 6, 7, 8, 10]
-    monkeypatch.setattr(Engine, 'step', plain)
     whole = {a['line']: a for a in answers(FILE, rows=3)[0]}
     assert without_clocks(written) == without_clocks(whole[a['line']] for a in written)
 

@@ -185,23 +185,10 @@ def test_other_weights_stay_close(weights, bound, act_clamp):
     assert largest_gap(model, plain, other, prompts(13, 1, 4), steps=45) < bound * spread
 
 
-def test_generation_takes_the_same_tokens(wide):
-    both = []
-    for step in (fast_decode, lambda *_: None):
-        cache = wide.new_cache(2, 50)
-        made = Generation(wide, prompts(5, 9), 40, Sampler(0), cache, decode=step(wide, cache))
-        both.append(torch.cat(list(made), dim=1))
-    assert torch.equal(*both)
-
-
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
-def test_the_engine_decodes_by_it(wide, monkeypatch, dtype):
-    steps, run, engine = [], NativeDecode._run, Engine(wide.to(dtype), 3, 64)
-
-    def recorded(self, ids, *rest):
-        steps.append(len(ids))
-        return run(self, ids, *rest)
-    monkeypatch.setattr(NativeDecode, '_run', recorded)
+def test_the_engine_decodes_by_it(wide, recorded, dtype):
+    engine = Engine(wide.to(dtype), 3, 64)
+    steps = recorded(NativeDecode, '_run', lambda self, ids, *rest: len(ids))
     made = engine.generate(
         prompts(5, 9, 2), [SamplingParams(max_new_tokens=n, temperature=0) for n in (7, 3, 12)])
     assert sum(steps) == 7 + 3 + 12 - 3  # the prompts give the first tokens

@@ -28,18 +28,19 @@ def test_all_tokens_until_both_times_are_known_and_while_no_row_decodes():
     assert pace.room(1) == paces.LEAST == 16  # 1.5 * 10 of 1 ms each would be 15
 
 
+def measured(slowdown, n, seconds):
+    """A pace that knows the time of n prompt tokens, and that a decode pass takes 10 ms."""
+    pace = Pace(256, slowdown)
+    pace.decoded(0.01)
+    pace.prefilled(n, seconds)
+    return pace
+
+
 def test_more_tokens_on_a_fast_device_and_few_on_a_slow_one():
     for per_token, expected in ((1e-3, 30), (1e-2, paces.LEAST), (1e-5, 256), (2e-4, 150)):
-        pace = Pace(256, 4.0)
-        pace.decoded(0.01)
-        pace.prefilled(100, 100 * per_token)
-        assert pace.room(1) == pytest.approx(expected, abs=1)
-
-
-def test_time_is_divided_as_rows_are_when_more_compute_prompts_than_decode():
-    pace = Pace(256, 3.0)
-    pace.decoded(0.01)
-    pace.prefilled(100, 0.1)
+        assert measured(4.0, 100, 100 * per_token).room(1) == pytest.approx(expected, abs=1)
+    # time is divided as rows are when more compute prompts than decode
+    pace = measured(3.0, 100, 0.1)
     assert [pace.room(4, n) for n in (0, 1, 4, 8, 12)] == [20, 20, 20, 40, 60]
 
 
@@ -166,22 +167,14 @@ def test_a_longer_prompt_takes_small_steps_to_its_end():
     assert sizes(s, paces.LATER + 3) == [4] * (paces.LATER + 1) + [2, 0]
 
 
-def test_what_was_left_is_never_more_than_a_step_may_compute():
-    for prompts in ((50,), (26, 24)):
-        s = paced(room=6, chunk=32)
+def test_what_was_left_is_taken_once_and_is_never_more_than_a_step_may_compute():
+    for room, prompts, found in ((6, (50,), [32, 18, 0]), (6, (26, 24), [32, 18, 0]),
+                                 (4, (20, 30), [20, 4])):
+        s = paced(room)
         for n in prompts:
             s.add(n, 1)
-        assert sizes(s, 3) == [32, 18, 0]
-
-
-def test_what_was_left_is_taken_once():
-    s = paced()
-    s.add(20, 1)
-    s.add(30, 1)
-    assert sizes(s, 2) == [20, 4]
-
-
-def test_nothing_is_saved_while_no_row_decodes():
+        assert sizes(s, len(found)) == found
+    # nothing is saved while no row decodes
     assert [paced(steps=n).scheduler.pace.saved for n in (1, 2)] == [0, 4]
 
 
@@ -217,12 +210,10 @@ def wide_model():
 
 @pytest.mark.skipif(native.library() is None, reason='no compiler here')
 @pytest.mark.parametrize('prefix', [0, 10 ** 6])
-def test_one_pass_for_prompts_and_decoding_rows_changes_no_text(prefix, monkeypatch):
+def test_one_pass_for_prompts_and_decoding_rows_changes_no_text(prefix, recorded):
     """Against an engine that computes them one after the other, in float32."""
-    model, calls = wide_model(), []
-    extend = NativeDecode.extend
-    monkeypatch.setattr(NativeDecode, 'extend', lambda self, texts, rows, wanted: (
-        calls.append([len(text) for text in texts]), extend(self, texts, rows, wanted))[1])
+    model = wide_model()
+    calls = recorded(NativeDecode, 'extend', lambda self, texts, *rest: list(map(len, texts)))
     prompts = [prompt(n, seed) for seed, n in enumerate((3, 40, 5, 1, 30, 4, 4))]
     texts = {}
     for most in (0, 64):
@@ -239,22 +230,20 @@ def test_one_pass_for_prompts_and_decoding_rows_changes_no_text(prefix, monkeypa
 
 
 @pytest.mark.skipif(native.library() is None, reason='no compiler here')
-def test_prompts_of_a_step_and_decoding_rows_share_a_pass(monkeypatch):
+def test_prompts_of_a_step_and_decoding_rows_share_a_pass(monkeypatch, recorded):
     """Prompts that began earlier, too, which have a pass of their own in torch. Chunks that do not
     end a prompt get no logits."""
-    shapes, without, extend = [], [], NativeDecode.extend
-    monkeypatch.setattr(NativeDecode, 'extend', lambda self, texts, rows, wanted: (
-        shapes.append(sorted(map(len, texts))), without.append(wanted.count(False)),
-        extend(self, texts, rows, wanted))[2])
+    passes = recorded(NativeDecode, 'extend', lambda self, texts, rows, wanted: (
+        sorted(map(len, texts)), wanted.count(False)))
     monkeypatch.setattr(Pace, 'room', lambda self, decoding, prompts: 6)
     engine = Engine(wide_model(), 4, 60, page_size=4, prefill_chunk=16, prefix_budget=10 ** 6,
                     slowdown=2.0)
     said = prompt(18, 1)
     engine.generate([said], SamplingParams(2))  # the next ones begin after it
-    del shapes[:]
+    passes.clear()
     engine.generate([prompt(2, 0), said + prompt(3, 2), said + prompt(4, 3)], SamplingParams(8))
-    assert any(len(lens) == 3 and lens[-2] > 1 for lens in shapes), shapes
-    assert any(without)
+    assert any(len(lens) == 3 and lens[-2] > 1 for lens, _ in passes), passes
+    assert any(without for _, without in passes)
 
 
 def test_the_decoding_rows_of_a_mixed_pass_are_not_counted_as_prompt():

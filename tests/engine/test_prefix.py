@@ -1,6 +1,5 @@
 """Requests that reuse what earlier ones computed: every text is the same as without reuse."""
 import copy
-import pydoc
 import random
 
 import pytest
@@ -41,21 +40,24 @@ def conversation(random, said, turn):
     return text[-48:] if random.random() < 0.1 else text[:48]
 
 
-@pytest.mark.parametrize('kind, kv_dtype, budget, n_pages, on_disk', [
-    *((kind, *memory, False) for kind in KINDS for memory in (
+@pytest.mark.parametrize('kind, kv_dtype, budget, n_pages, how', [
+    *((kind, *memory, '') for kind in KINDS for memory in (
         ('float64', 10 ** 9, 0), ('int8', 9_000, 24))),
-    *((kind, 'float64', 20_000, 24, False) for kind in ('offset keys', 'latents', 'together')),
-    *((kind, 'int4', 10 ** 9, 0, False) for kind in ('offset keys', 'tied', 'latents', 'sinks')),
-    *((kind, 'float64', 7_000, 24, True) for kind in MECHANISMS)])
-def test_conversations_get_what_they_get_without_it(kind, kv_dtype, budget, n_pages, on_disk,
-                                                    tmp_path):
-    """Three at a time, also with little memory; computed in float64, to exclude rounding."""
-    engine = engine_of(kind, budget, n_pages, kv_dtype=kv_dtype,
-                       prefix_folder=str(tmp_path) if on_disk else '')
+    *((kind, 'float64', 20_000, 24, '') for kind in ('offset keys', 'latents', 'together')),
+    *((kind, 'int4', 10 ** 9, 0, '') for kind in ('offset keys', 'tied', 'latents', 'sinks')),
+    *((kind, 'float64', 7_000, 24, 'disk') for kind in MECHANISMS),
+    *((kind, 'float64', 10 ** 9, 24, 'asynchronous') for kind in (*KINDS, 'offset keys', 'tied'))])
+def test_conversations_get_what_they_get_without_it(kind, kv_dtype, budget, n_pages, how, tmp_path):
+    """Three at a time, also with little memory; computed in float64, to exclude rounding. If a stop
+    token ends an asynchronous reply, the row has computed one token more than the reply has."""
+    engine = engine_of(kind, budget, n_pages, kv_dtype=kv_dtype, asynchronous=how == 'asynchronous',
+                       prefix_folder=str(tmp_path) if how == 'disk' else '')
+    stops = (3, 8, 11, 13) if how == 'asynchronous' else ()
     draw, said = random.Random(kind), [prompt(5, seed=1)]
     for turn in range(6):
         prompts = [conversation(draw, said, 3 * turn + i) for i in range(3)]
-        params = [SamplingParams(draw.randint(1, 11), seed=turn, logprobs=0) for _ in prompts]
+        params = [SamplingParams(draw.randint(1, 11), seed=turn, logprobs=0, stop_tokens=stops)
+                  for _ in prompts]
         for ids, p, completion in zip(prompts, params, engine.generate(prompts, params)):
             assert_same(completion, alone(model_of(kind), ids, p, kv_dtype=kv_dtype,
                                           tokenizer=TOKENIZER))
@@ -63,7 +65,7 @@ def test_conversations_get_what_they_get_without_it(kind, kv_dtype, budget, n_pa
     assert_nothing_leaked(engine)
     stats = engine.prefix.stats
     assert stats.requests == 18 and 0 < stats.found < stats.looked_up < sum(map(len, said[1:]))
-    if on_disk:
+    if how == 'disk':
         assert stats.evicted and list(tmp_path.rglob('*.safetensors'))
 
 
@@ -141,26 +143,14 @@ BOOKKEEPING = [f'{owner}.{name}' for owner, names in METHODS.items() for name in
                          [pytest.param(kind, marks=[pytest.mark.slow] * (kind != 'full stack'))
                           for kind in KINDS])
 @pytest.mark.parametrize('name', BOOKKEEPING)
-def test_ctrl_c_amid_the_bookkeeping(monkeypatch, name, kind):
+def test_ctrl_c_amid_the_bookkeeping(interrupt, name, kind):
     """The store may lose entries, but never restores anything wrong, and no page is leaked."""
     model, ids = model_of(kind), [prompt(20), prompt(20) + prompt(11, seed=1),
                                   prompt(33, seed=2)] * 2
     params = [SamplingParams(6, seed=seed) for seed in range(6)]
     expected = [alone(model, *request, tokenizer=TOKENIZER) for request in zip(ids, params)]
-    module, _, attribute = name.rpartition('.')
-    plain, calls = pydoc.locate(name), iter(range(1, 10 ** 6))
-    times = {2: 'before', 3: 'after', 5: 'before', 8: 'after'}
-
-    def interrupted(*args, **kwargs):
-        when = times.get(next(calls))
-        if when == 'before':
-            raise KeyboardInterrupt
-        result = plain(*args, **kwargs)
-        if when == 'after':
-            raise KeyboardInterrupt
-        return result
-    monkeypatch.setattr(pydoc.locate(module), attribute, interrupted)
-    budget = 12_000 if attribute in ('_evict', '_drop_local') else 10 ** 9
+    interrupt(name, {2: 'before', 3: 'after', 5: 'before', 8: 'after'}.get)
+    budget = 12_000 if name.endswith(('._evict', '._drop_local')) else 10 ** 9
     engine, done, failed = engine_of(kind, budget, 17), {}, 0
     for request in zip(ids, params):
         engine.submit(*request)

@@ -71,13 +71,16 @@ def test_a_state_that_a_file_lacks_is_added_to_it(tmp_path):
     assert engine.prefix.copier.state_nbytes == 3 * 2 * 4 * 8  # slots, heads, D / 2, float64
 
 
-def test_what_leaves_the_memory_comes_back_from_disk(tmp_path):
-    engine = engine_of(tmp_path, budget=9_000, kv_dtype='int8')
-    for seed in (0, 1, 2, 0, 1, 2):
-        ids = prompt(40, seed=seed)
-        n_cached = ask(engine, ids)
-    assert n_cached == 36 and engine.prefix.stats.evicted > 10
-    assert engine.prefix.nbytes <= 9_000
+@pytest.mark.parametrize('kind, window, budget, n, found',
+                         [('full stack', 5, 9_000, 40, 36), ('unshared', 20, 8_000, 50, 48)])
+def test_what_leaves_the_memory_comes_back_from_disk_again_and_again(tmp_path, kind, window, budget,
+                                                                     n, found):
+    model = random_model(GPTConfig(**KINDS[kind] | dict(window_size=window)))
+    engine = engine_of(tmp_path, model, budget, kv_dtype='int8')
+    for seed in (0, 1, 2):
+        ask(engine, prompt(n, seed=seed))
+    assert [ask(engine, prompt(n)) for _ in range(3)] == [found] * 3
+    assert engine.prefix.stats.evicted > 10 and engine.prefix.nbytes <= budget
 
 
 @pytest.mark.parametrize('damage',
@@ -252,14 +255,6 @@ def test_buffers_in_more_memory_than_they_need(tmp_path, monkeypatch):
     assert sizes[0] == sizes[1]
 
 
-def test_a_prompt_that_was_evicted_is_found_again_and_again(tmp_path):
-    model = random_model(GPTConfig(**KINDS['unshared'] | dict(window_size=20)))
-    engine = engine_of(tmp_path, model, budget=8_000, kv_dtype='int8')
-    for seed in (0, 1, 2):
-        engine.generate([prompt(50, seed=seed)], PARAMS)
-    assert [ask(engine, prompt(50)) for _ in range(3)] == [48, 48, 48]
-
-
 @pytest.mark.parametrize('n_reads', [0, 1])
 def test_the_ends_of_texts_leave_a_full_disk_first(tmp_path, n_reads):
     """In whatever order their files were written or read."""
@@ -313,29 +308,29 @@ def test_a_waiting_request_reads_nothing(tmp_path, monkeypatch):
     assert engine.scheduler.waiting and not reads
 
 
+def world(folder):
+    return World(disk=DiskTier(folder, '0' * 64, 10 ** 9))
+
+
 def test_the_end_of_a_text_and_what_was_dropped_come_from_disk(tmp_path):
     """A block of fewer tokens than a page is found though its length is not known, and local parts
     that blocks in memory have lost."""
-    def world():
-        return World(disk=DiskTier(tmp_path, '0' * 64, 10 ** 9))
-    first, text = world(), [i * i % 61 for i in range(23)]
+    first, text = world(tmp_path), [i * i % 61 for i in range(23)]
     first.visit(text)
     first.store._drop_local([(block,) for block in first.store.blocks])
     amid = text[:14] + [62]
     assert first.store.match(amid, disk=False).length < 14 == first.store.match(amid).length
     first.visit(amid)
     first.store.close()
-    assert world().store.match(text + [9, 9]).length == 23
+    assert world(tmp_path).store.match(text + [9, 9]).length == 23
 
 
 def test_a_block_whose_file_is_gone_is_completed_not_doubled(tmp_path):
     """Read from disk, its local part dropped; then the file is deleted."""
-    def world():
-        return World(disk=DiskTier(tmp_path, '0' * 64, 10 ** 9))
-    first, text = world(), [i * i % 61 for i in range(23)]
+    first, text = world(tmp_path), [i * i % 61 for i in range(23)]
     first.visit(text)
     first.store.close()
-    again = world()
+    again = world(tmp_path)
     assert again.store.match(text + [9]).length == 23
     again.store.compact()
     for path in files(tmp_path):

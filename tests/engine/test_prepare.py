@@ -91,12 +91,6 @@ def test_requests_compile_and_capture_nothing(heads, kv_dtype, room, prefix):
     assert found['steps'] == [1, 2, 4, 5] and not found['captured amid traffic']
 
 
-@pytest.fixture
-def everywhere(monkeypatch):
-    """Capture steps on this device too."""
-    monkeypatch.setattr('engine.steps.captured.suits_capture', lambda model: True)
-
-
 def test_preparing_changes_no_text(everywhere):
     model = random_model(GPTConfig(**FULL_STACK))
     prompts, params = [[1, 2, 3], [4], [5] * 20], SamplingParams(max_new_tokens=9, seed=1)

@@ -228,18 +228,15 @@ def test_plain_rows_in_operations_that_can_be_captured(waits, temperatures):
     logits[1, 3] = math.inf
     rows = [SampleRow(SamplingParams(temperature=t, seed=k)) for k, t in enumerate(temperatures)]
     assert all(row.plain for row in rows)
+    for other in (dict(top_k=3), dict(top_p=0.9), dict(min_p=0.1), dict(repetition_penalty=1.1),
+                  dict(logprobs=0)):
+        assert not SampleRow(SamplingParams(**other)).plain
     numbers = [torch.tensor([[t] for t in temperatures]).double(),
                torch.tensor([[row.uniform()] for row in rows]).double()]
     waits.clear()
     tokens = draw_plain(logits, *numbers if any(temperatures) else ())
     assert waits == []
     assert tokens.tolist() == sample_rows(logits, rows).tokens.tolist() and tokens[1] == -1
-
-
-@pytest.mark.parametrize('settings', [dict(top_k=3), dict(top_p=0.9), dict(min_p=0.1),
-                                      dict(repetition_penalty=1.1), dict(logprobs=0)], ids=str)
-def test_what_is_not_plain(settings):
-    assert not SampleRow(SamplingParams(**settings)).plain
 
 
 def test_wrong_calls():

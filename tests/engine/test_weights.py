@@ -77,16 +77,12 @@ def test_int4_matmuls_equal_exact_sums_by_group(native_on, n_rows, n_out, n_in, 
     assert (groups.flatten(1) - linear.weight).abs().max() <= 0.52 * w_scale.max()
 
 
-def test_torchs_matmul_is_given_sizes_that_cuda_takes(monkeypatch):
+def test_torchs_matmul_is_given_sizes_that_cuda_takes(recorded):
     """All three must be multiples of 8, and the vocabulary is any number."""
-    model, idx, matmul, sizes = model_with(vocab_size=65), tokens(2, 30), torch._int_mm, []
+    model, idx = model_with(vocab_size=65), tokens(2, 30)
     quantize_weights(model, 'int8')
     expected = full_logits(model, idx)
-
-    def checked(a, b):
-        sizes.extend(b.shape)
-        return matmul(a, b)
-    monkeypatch.setattr(torch, '_int_mm', checked)
+    shapes = recorded(torch, '_int_mm', lambda a, b: b.shape)
     native.use(False)
     try:
         model = model_with(vocab_size=65)
@@ -94,6 +90,7 @@ def test_torchs_matmul_is_given_sizes_that_cuda_takes(monkeypatch):
         found = full_logits(model, idx)
     finally:
         native.use(True)
+    sizes = [size for shape in shapes for size in shape]
     assert 72 in sizes and not any(size % 8 for size in sizes)
     assert found.shape == expected.shape and (found - expected).abs().max() < 1e-4
 

@@ -103,6 +103,10 @@ class InProcess:
     def text(self, **fields):
         return self.complete(**fields).json()['choices'][0]['text']
 
+    def wait_for(self, n):
+        """Wait until n choices are open: asked for, and not ended."""
+        eventually(lambda: self.worker._num_open.total() == n)
+
     def metric(self, name, **labels):
         return self.metrics.registry.get_sample_value('nanokv_' + name, labels)
 
@@ -175,14 +179,29 @@ def held(monkeypatch):
     gate.set()
 
 
-class Asgi:
-    """A completion request whose client disconnects when `gone` is set. sent: the response."""
+@pytest.fixture
+def allowed(monkeypatch):
+    """A semaphore: `allowed.release(n)` lets n more steps of the engine run."""
+    gate, plain = threading.Semaphore(0), Engine.step
 
-    def __init__(self, app, **fields):
+    def step(engine):
+        assert gate.acquire(timeout=60)
+        return plain(engine)
+    monkeypatch.setattr(Engine, 'step', step)
+    yield gate
+    gate.release(10 ** 6)
+
+
+class Asgi:
+    """A completion request whose client disconnects when `gone` is set, or has received so many
+    messages. sent: the response."""
+
+    def __init__(self, app, leaves_after=0, path=COMPLETIONS, **fields):
         self.app, self.sent, self.gone = app, [], asyncio.Event()
+        self.leaves_after = leaves_after
         headers = [(b'host', b'test'), (b'content-type', b'application/json')]
         self.scope = dict(
-            type='http', method='POST', path=COMPLETIONS, raw_path=COMPLETIONS.encode(),
+            type='http', method='POST', path=path, raw_path=path.encode(),
             query_string=b'', root_path='', headers=headers,
             http_version='1.1', scheme='http', server=('test', 80), client=('test', 1),
             asgi=dict(version='3.0', spec_version='2.3'))
@@ -196,6 +215,8 @@ class Asgi:
 
     async def send(self, message):
         self.sent.append(message)
+        if len(self.sent) == self.leaves_after:
+            self.gone.set()
 
     async def run(self):
         await self.app(self.scope, self.receive, self.send)

@@ -6,7 +6,6 @@ import re
 import time
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from engine.requests.params import sample_seed
 from tests.helpers.serving import TOKENIZER
@@ -31,6 +30,13 @@ def pieces(response):
     assert end == '' and events.pop() == 'data: [DONE]'
     assert all(event.startswith('data: ') for event in events)
     return [json.loads(event[6:]) for event in events]
+
+
+def text_of(choice):
+    """The text of a choice of either route, or of a piece of it in a stream."""
+    if 'text' in choice:
+        return choice['text']
+    return choice.get('message', choice.get('delta')).get('content', '')
 
 
 @pytest.mark.parametrize('fields, params', [
@@ -83,9 +89,9 @@ def test_token_ids_and_several_prompts(serve):
 
 
 def test_log_probabilities(serve):
-    client, said = serve().client, expected('abc', seed=2, logprobs=2, stop=('o',))
-    fields = dict(prompt='abc', seed=2, logprobs=2, stop='o')
-    whole = client.post('/v1/completions', json=fields).json()['choices'][0]['logprobs']
+    server, said = serve(), expected('abc', seed=2, logprobs=2, stop=('o',))
+    fields = dict(seed=2, logprobs=2, stop='o')
+    whole = server.complete(**fields).json()['choices'][0]['logprobs']
     assert whole['tokens'] == [TOKENIZER.decode([token]) for token in said.tokens]
     assert whole['token_logprobs'] == pytest.approx([entry.logprob for entry in said.logprobs])
     assert whole['text_offset'] == list(range(len(said.tokens)))
@@ -97,11 +103,11 @@ def test_log_probabilities(serve):
         assert list(top.values()) == sorted(top.values(), reverse=True)
         sampled += own not in best
     assert sampled
-    streamed = [piece['choices'][0]['logprobs'] for piece in
-                pieces(client.post('/v1/completions', json=fields | dict(stream=True)))]
+    streamed = [piece['choices'][0]['logprobs']
+                for piece in pieces(server.complete(**fields, stream=True))]
     for name in ('tokens', 'text_offset'):
         assert [x for piece in streamed for x in piece[name]] == whole[name]
-    [choice] = client.post('/v1/completions', json=fields | dict(logprobs=0)).json()['choices']
+    [choice] = server.complete(**fields | dict(logprobs=0)).json()['choices']
     assert choice['logprobs']['top_logprobs'] == [
         {text: pytest.approx(logprob)}
         for text, logprob in zip(whole['tokens'], whole['token_logprobs'])]
@@ -111,13 +117,13 @@ def test_a_chat_is_rendered_by_the_template_and_ends_with_the_turn(serve):
     server = serve()
     said = expected(RENDERED, 30, seed=1, stop=('d',))
     assert said.finish_reason == 'stop'
-    fields = dict(model='tiny', messages=MESSAGES, seed=1, max_completion_tokens=30)
-    document = server.client.post('/v1/chat/completions', json=fields).json()
+    fields = dict(model='tiny', seed=1, max_completion_tokens=30)
+    document = server.chat(*MESSAGES, **fields).json()
     [choice] = document['choices']
     assert choice['message'] == {'role': 'assistant', 'content': said.text, 'refusal': None}
     assert (choice['finish_reason'], document['object']) == ('stop', 'chat.completion')
     assert document['usage']['prompt_tokens'] == len(RENDERED)
-    streamed = pieces(server.client.post('/v1/chat/completions', json=fields | dict(stream=True)))
+    streamed = pieces(server.chat(*MESSAGES, **fields, stream=True))
     deltas = [piece['choices'][0]['delta'] for piece in streamed]
     assert deltas[0] == {'role': 'assistant', 'content': ''} and deltas[-1] == {}
     assert ''.join(delta.get('content', '') for delta in deltas) == said.text
@@ -175,10 +181,8 @@ def test_token_ids_of_a_reply_are_the_engines(serve, chat, fields):
     assert usage == sum(map(len, tokens.values())) == streamed[-1]['usage']['completion_tokens']
     for k, completion in said.items():
         whole = document['choices'][k]
-        text = whole['message']['content'] if chat else whole['text']
         mine = [choice for piece in streamed for choice in piece['choices'] if choice['index'] == k]
-        parts = [c['delta'].get('content', '') if chat else c['text'] for c in mine]
-        assert ''.join(parts) == text == completion.text
+        assert ''.join(map(text_of, mine)) == text_of(whole) == completion.text
         assert [c['finish_reason'] for c in mine if c['finish_reason']] == [
             whole['finish_reason']] == [completion.finish_reason]
     assert_free(server.worker)
@@ -189,16 +193,14 @@ def test_token_ids_are_only_said_if_asked_for(serve, fields):
     server = serve()
     for ask in (server.complete, lambda **fields: server.chat(USER, **fields)):
         said = ask(seed=5, **fields).json()['choices'][0]
-        text = said['text'] if 'text' in said else said['message']['content']
         stops = held_back(expected('abc', seed=5)) if 'text' in said else []
         whole, stream = ask(seed=5, **fields), ask(seed=5, stop=stops, stream=True, **fields)
         assert 'token_ids' not in whole.text and 'token_ids' not in stream.text
         parts = [piece['choices'][0] for piece in pieces(stream)]
-        texts = [part['text'] if 'text' in part else part['delta'].get('content')
-                 for part in parts]
-        assert ''.join(filter(None, texts)) == text
+        texts = [text_of(part) for part in parts]
+        assert ''.join(texts) == text_of(said)
         # nothing is sent for a token whose text waits, except the beginning and the end
-        assert '' not in texts[1:-1] and None not in texts[:-1]
+        assert '' not in texts[1:-1]
 
 
 @pytest.mark.parametrize('ignore', [False, True])
@@ -222,12 +224,11 @@ def test_a_chat_that_goes_on_past_the_end_of_the_turn(serve, ignore):
 
 
 def test_lengths_are_cut_to_what_there_is_room_for(serve):
-    client = serve().client
+    server = serve()
     for n_prompt, wanted in ((10, 12), (LONGEST - 4, 5), (LONGEST, 1)):
-        usage = client.post('/v1/completions', json=dict(prompt='a' * n_prompt)).json()['usage']
+        usage = server.complete(prompt='a' * n_prompt).json()['usage']
         assert usage['completion_tokens'] == wanted
-    batch = dict(prompt=['a' * LONGEST, 'abc'], max_tokens=99)
-    choices = client.post('/v1/completions', json=batch).json()['choices']
+    choices = server.complete(prompt=['a' * LONGEST, 'abc'], max_tokens=99).json()['choices']
     assert [len(choice['text']) for choice in choices] == [1, LONGEST - 2]
     assert {choice['finish_reason'] for choice in choices} == {'length'}
 
@@ -244,28 +245,19 @@ def test_what_was_said_before_is_taken_from_the_store(serve):
 
 
 def test_many_at_once_get_what_they_get_alone(serve):
-    server, answers = serve(rows=4, max_waiting=40), {}
-
-    def ask(k):
-        answers[k] = server.client.post('/v1/completions', json=dict(
-            prompt='abc' * (1 + k % 4), seed=k, max_tokens=1 + k % 13, stream=k % 2 == 0))
-    for thread in [in_background(lambda k=k: ask(k)) for k in range(12)]:
+    server = serve(rows=4, max_waiting=40)
+    threads = [in_background(lambda k=k: server.complete(
+        prompt='abc' * (1 + k % 4), seed=k, max_tokens=1 + k % 13, stream=k % 2 == 0))
+        for k in range(12)]
+    for k, thread in enumerate(threads):
         thread.join()
-    for k, response in answers.items():
         said = expected('abc' * (1 + k % 4), 1 + k % 13, seed=k)
-        documents = pieces(response) if k % 2 == 0 else [response.json()]
+        documents = pieces(thread.result) if k % 2 == 0 else [thread.result.json()]
         assert ''.join(piece['choices'][0]['text'] for piece in documents) == said.text
-    assert len(answers) == 12
     assert_free(server.worker)
 
 
 # -- models, health, metrics -----------------------------------------------------------------------
-
-def metric(server, name, **labels):
-    families = text_string_to_metric_families(server.client.get('/metrics').text)
-    return next(sample.value for family in families for sample in family.samples
-                if sample.name == name and labels.items() <= sample.labels.items())
-
 
 def test_models_and_health(serve):
     server = serve()
@@ -277,7 +269,7 @@ def test_models_and_health(serve):
     assert server.client.get('/health').json() == {'status': 'ok'}
     server.worker.drain(0)
     assert server.client.get('/health').status_code == 503
-    assert server.client.post('/v1/completions', json=dict(prompt='a')).status_code == 503
+    assert server.complete().status_code == 503
 
 
 def test_the_page(serve):
@@ -296,10 +288,10 @@ def test_the_page(serve):
 
 def test_metrics_count_what_was_done(serve):
     server = serve()
-    assert metric(server, 'nanokv_tokens_generated_total') == 0
+    assert server.metric('tokens_generated_total') == 0
     for _ in range(3):
-        server.client.post('/v1/completions', json=dict(prompt='abc', max_tokens=5))
-    server.client.post('/v1/completions', json=dict(prompt='Q'))
+        server.complete(max_tokens=5)
+    server.complete(prompt='Q')
     server.client.get('/nowhere')
     server.client.get('/nowhere/else')
     assert_free(server.worker)
@@ -314,7 +306,8 @@ def test_metrics_count_what_was_done(serve):
             ('kv_held_bytes', {}, server.engine.cache.held_nbytes),
             ('prefix_store_bytes', dict(where='host'), server.engine.prefix.nbytes),
             ('failed_steps_total', {}, 0)]:
-        assert metric(server, 'nanokv_' + name, **labels) == value, name
+        assert server.metric(name, **labels) == value, name
+    assert '\nnanokv_tokens_generated_total 15.0\n' in server.client.get('/metrics').text
 
 
 def test_the_log_has_a_line_for_each_request(serve):

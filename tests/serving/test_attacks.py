@@ -240,10 +240,10 @@ def test_a_client_does_not_take_all_places(serve, held):
         return server.client.post('/v1/completions', json=dict(prompt='abc', n=n),
                                   headers={'authorization': f'Bearer {key}'})
     first = in_background(lambda: complete('one', 8))
-    eventually(lambda: server.worker._num_open.total() == 8)
+    server.wait_for(8)
     assert_refused(complete('one', 1), 429, 'of yours')
     second = in_background(lambda: complete('other', 2))
-    eventually(lambda: server.worker._num_open.total() == 10)
+    server.wait_for(10)
     assert_refused(complete('other', 1), 429, 'too many requests are')
     held.set()
     for thread in (first, second):

@@ -1,7 +1,6 @@
 """The stream of cache events: each states what the engine and its tensors hold at that moment."""
 import asyncio
 import json
-import threading
 import time
 from collections import defaultdict
 from types import SimpleNamespace
@@ -102,7 +101,7 @@ def test_rows_that_share_pages(serve, held, unlimited):
     recorder = Recorder(server.engine)
     threads = [in_background(lambda: watch(server, prompt=TEXT[:34], max_tokens=12))
                for _ in range(2)]
-    eventually(lambda: server.worker._num_open.total() == 2)
+    server.wait_for(2)
     held.set()
     for thread in threads:
         thread.join()
@@ -256,7 +255,7 @@ def test_requests_that_are_refused(serve, held):
     assert_refused(server.client.post(WATCHED, json=dict(prompt=['a', 'b'], stream=True)), 400,
                    '2 choices', param='n')
     first = in_background(lambda: server.complete(max_tokens=2))
-    eventually(lambda: server.worker._num_open.total() == 1)
+    server.wait_for(1)
     refused = server.client.post(WATCHED, json=dict(prompt='a', stream=True))
     assert_refused(refused, 429, 'try again')
     held.set()
@@ -284,26 +283,18 @@ def test_without_the_page_there_is_none_of_this(serve):
     assert server.complete().status_code == 200
 
 
-def test_a_client_that_leaves_is_cancelled(serve):
-    server, gate = serve(rows=2), threading.Semaphore(1)
-    plain_step = server.engine.step
-    server.engine.step = lambda: gate.acquire(timeout=60) and plain_step()
+def test_a_client_that_leaves_is_cancelled(serve, allowed):
+    server = serve(rows=2)
+    allowed.release()
 
     async def scenario():
-        asked = Asgi(server.app, prompt=TEXT[:40], max_tokens=20, stream=True)
-        asked.scope |= dict(path=WATCHED, raw_path=WATCHED.encode())
-        plain = asked.send
-
-        async def send(message):
-            await plain(message)
-            if len(asked.sent) == 2:
-                asked.gone.set()
-        asked.send = send
+        asked = Asgi(server.app, leaves_after=2, path=WATCHED, prompt=TEXT[:40], max_tokens=20,
+                     stream=True)
         await asked.run()
         return asked.sent
     head, message = asyncio.run(scenario())  # of the prompt's first chunk
     assert head['status'] == 200 and message['body'].startswith(b'event: cache\n')
-    gate.release(1000)
+    allowed.release(1000)
     assert_free(server.worker)
     assert server.metric('tokens_generated_total') == 0
     assert ' 200: client left, ' in server.logged[0]

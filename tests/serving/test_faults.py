@@ -9,7 +9,6 @@ from tests.serving.conftest import (
     MODEL,
     assert_free,
     assert_refused,
-    eventually,
     expected,
     in_background,
 )
@@ -49,9 +48,9 @@ def test_a_request_that_always_fails_ends_alone(serve, held, failing, stream):
     failing(lambda ids: (ids == 22).any())  # a "w", which only the failing request contains
     others = [in_background(lambda prompt=prompt: server.text(prompt=prompt, temperature=0))
               for prompt in prompts]
-    eventually(lambda: server.worker._num_open.total() == 2)
+    server.wait_for(2)
     bad = in_background(lambda: server.complete(prompt='abw', stream=stream))
-    eventually(lambda: server.worker._num_open.total() == 3)
+    server.wait_for(3)
     held.set()
     bad.join()
     assert_refused(bad.result, 500, 'failed on this request')
@@ -103,7 +102,7 @@ def test_when_the_worker_dies_all_requests_fail(serve, held, failing):
         raise SystemExit  # would end a thread silently
     server.metrics.publish = publish
     threads = [in_background(server.complete) for _ in range(3)]
-    eventually(lambda: server.worker._num_open.total() == 3)
+    server.wait_for(3)
     held.set()
     for thread in threads:
         thread.join()

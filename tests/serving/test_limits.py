@@ -2,7 +2,6 @@
 import asyncio
 import json
 import re
-import threading
 
 import pytest
 
@@ -16,7 +15,6 @@ from tests.serving.conftest import (
     Asgi,
     assert_free,
     assert_refused,
-    eventually,
     expected,
     in_background,
 )
@@ -170,12 +168,12 @@ def test_keys(serve):
 def test_too_many_requests(serve, held):
     server = serve(rows=2, max_waiting=3)  # too few to keep some for other clients
     first = in_background(lambda: server.complete(n=4))
-    eventually(lambda: server.worker._num_open.total() == 4)
+    server.wait_for(4)
     response = server.complete(n=2, stream=True)
     assert_refused(response, 429, 'try again')
     assert int(response.headers['retry-after']) > 0
     last = in_background(server.complete)
-    eventually(lambda: server.worker._num_open.total() == 5)
+    server.wait_for(5)
     assert server.complete().status_code == 429
     held.set()
     for thread in (first, last):
@@ -194,18 +192,11 @@ def test_a_timeout_cancels(serve, held):
     assert server.metric('request_seconds_count') == 0
 
 
-def test_a_stream_that_times_out_ends_with_an_error(serve, monkeypatch):
-    plain, gate, steps = Engine.step, threading.Event(), []
-
-    def step(engine):
-        steps.append(1)
-        if len(steps) == 4:
-            gate.wait(60)
-        return plain(engine)
-    monkeypatch.setattr(Engine, 'step', step)
+def test_a_stream_that_times_out_ends_with_an_error(serve, allowed):
     server = serve(timeout=0.5)
+    allowed.release(3)
     response = server.complete(stream=True)
-    gate.set()
+    allowed.release(1000)
     *pieces, last = [json.loads(event[6:]) for event in response.text.split('\n\n')[:-1]]
     assert response.status_code == 200 and last['error']['type'] == 'timeout_error'
     assert 0 < len(pieces) <= 3
@@ -258,14 +249,8 @@ def test_a_disconnect_within_a_stream_cancels(serve):
     server = serve(rows=2)
 
     async def scenario():
-        request = Asgi(server.app, prompt='abcdefgh', max_tokens=50, n=2, stream=True)
-        plain = request.send
-
-        async def send(message):
-            await plain(message)
-            if len(request.sent) == 3:
-                request.gone.set()
-        request.send = send
+        request = Asgi(server.app, leaves_after=3, prompt='abcdefgh', max_tokens=50, n=2,
+                       stream=True)
         await request.run()
         return request.sent
     other = in_background(lambda: server.text(seed=1))
@@ -298,10 +283,8 @@ def test_closed_event_loops_do_no_harm(serve, held, draining):
         assert server.complete().status_code == 200
 
 
-def test_an_idle_worker_makes_no_step(serve, monkeypatch):
-    steps, plain = [], Engine.step
-    monkeypatch.setattr(Engine, 'step', lambda engine: steps.append(1) or plain(engine))
-    server = serve()
+def test_an_idle_worker_makes_no_step(serve, recorded):
+    steps, server = recorded(Engine, 'step', lambda engine: 1), serve()
     for _ in range(2):
         server.complete(max_tokens=5)
         assert_free(server.worker)

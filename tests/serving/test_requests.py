@@ -5,7 +5,7 @@ import pytest
 
 from tests.helpers.serving import ending
 from tests.serving.conftest import CHAT, COMPLETIONS, USER, expected
-from tests.serving.test_answers import pieces
+from tests.serving.test_answers import pieces, text_of
 
 
 def test_messages_that_say_nothing_and_system_messages_in_the_middle(serve):
@@ -60,8 +60,8 @@ def test_a_text_ends_with_the_token_for_it(serve, fields, said):
     for ask in (server.complete, lambda **fields: server.chat(USER, **fields)):
         document = ask(temperature=0, max_tokens=12, **fields).json()
         [choice] = document['choices']
-        text = choice['text'] if 'text' in choice else choice['message']['content']
-        assert (text, choice['finish_reason'], document['usage']['completion_tokens']) == said
+        n = document['usage']['completion_tokens']
+        assert (text_of(choice), choice['finish_reason'], n) == said
         streamed = pieces(ask(temperature=0, max_tokens=12, stream=True, **fields))
         assert ('endoftext' in json.dumps(streamed)) == bool(fields)
 
