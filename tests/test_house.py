@@ -33,7 +33,7 @@ BUDGETS = {
     'kv/': 1_411,  # without the core
     'data/': 2_699,
     'config/ configurator.py': 1_975,
-    'tests/': 29_130,
+    'tests/': 29_144,
 }
 house = pytest.mark.house
 

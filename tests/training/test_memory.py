@@ -1,28 +1,22 @@
-"""Memory of a step: the prediction equals the measurement, which equals the allocator's figures.
-`python -m training.memory` and its search use the prediction."""
+"""Memory of a step: the prediction equals the measurement, which equals the allocator's figures."""
 import copy
 import gc
 import itertools
-import json
-import re
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 import training.loss
 from attention.kernels.flex import _block_masks
-from config.errors import UserError
 from config.gpt_config import GPTConfig
 from model import GPT
 from tests.helpers.mechanisms import CHANGES
 from training.device import autocast
 from training.int8_forward import train_for_int8
 from training.loss import linear_cross_entropy
-from training.memory import Plans, largest_batch, main
+from training.memory import Plans
 from training.memory_use import Predictor, measure
 from training.recompute import set_recompute
 from training.z_loss import add_z_loss
@@ -36,7 +30,6 @@ SHAPES = {
                  pos_embedding='rope', qk_norm=True),
 }
 POLICIES = ('none', 'selective', 'mlp', 'block', 'every:2', 'sqrt', 'offload')
-CHUNK_BYTES = training.loss.CHUNK_BYTES['cpu']
 RNG_STATE = torch.get_rng_state().nbytes  # checkpointing keeps one for each segment, on the host
 
 
@@ -44,14 +37,6 @@ RNG_STATE = torch.get_rng_state().nbytes  # checkpointing keeps one for each seg
 def _small_chunks(monkeypatch):
     # 50 of the 128 tokens at a time
     monkeypatch.setitem(training.loss.CHUNK_BYTES, 'cpu', 50 * V * 4)
-
-
-def settings_of(**changes):
-    """The settings of a plan."""
-    return SimpleNamespace(**dict(
-        gradient_accumulation_steps=1, compile=False, batch_size=B, block_size=T,
-        chunked_loss=True, attention_backend='auto', optimizer='adamw', offload_optimizer=False,
-        int8_forward=False, attention_z_loss=0.0) | changes)
 
 
 class Made(dict):
@@ -103,7 +88,10 @@ def test_predicted_is_measured_with_every_mechanism(name):
 @pytest.mark.parametrize('settings', [dict(attention_z_loss=0.1), dict(int8_forward=True)], ids=str)
 def test_a_plan_counts_what_training_adds(settings, policy):
     config = GPTConfig(**SHAPES['full'], attn_sink=True)
-    s = settings_of(**settings)
+    s = SimpleNamespace(**dict(
+        gradient_accumulation_steps=1, compile=False, batch_size=B, block_size=T,
+        chunked_loss=True, attention_backend='auto', optimizer='adamw', offload_optimizer=False,
+        int8_forward=False, attention_z_loss=0.0) | settings)
     model, device = GPT(config), torch.device('cpu')
     plain = measured_with(model, policy)
     if s.int8_forward:
@@ -224,72 +212,3 @@ def test_cuda_is_planned_for_without_cuda():
     if torch.cuda.is_available():
         pytest.skip('there is CUDA')
     assert Predictor(GPTConfig(**BASE), 'cuda').predict('none', B).device == 'cpu'
-
-
-# -- the program, and its search
-
-FLAGS = ['--n_layer=2', '--n_head=2', '--n_embd=32', '--block_size=32', '--batch_size=4',
-         '--dataset=unheard_of',
-         '--device=cpu', '--gradient_accumulation_steps=1']
-LINES = st.lists(st.tuples(st.integers(0, 100), st.integers(1, 50)), min_size=1, max_size=3)
-
-
-@given(LINES, LINES, st.integers(0, 30), st.integers(1, 1500), st.integers(1, 60))
-def test_largest_batch_where_the_peak_falls_or_rises_on_the_way(below, above, whole, budget, start):
-    asked = []
-
-    def peak(n):
-        asked.append(n)
-        return max(fixed + each * n for fixed, each in (below if n <= whole else above))
-    found = largest_batch(peak, budget, start, whole)
-    assert len(asked) < 40
-    fitting = [n for n in range(1, 1502) if peak(n) <= budget]
-    assert found == max(fitting, default=0)
-
-
-@pytest.mark.parametrize('policy, chunked', [('none', True), ('block', True), ('none', False)])
-def test_predicted_peaks_fall_where_the_search_expects_it(monkeypatch, policy, chunked):
-    vocab, T = 500, 16
-    # up to 5 sequences and a bit
-    monkeypatch.setitem(training.loss.CHUNK_BYTES, 'cpu', 4 * vocab * (5 * T + 3))
-    config = GPTConfig(vocab_size=vocab, n_layer=1, n_head=2, n_embd=16, block_size=T)
-    s = settings_of(batch_size=3, block_size=T, chunked_loss=chunked)
-    plans = Plans(s, config, torch.device('cpu'), torch.float32)
-    peaks = [plans.memory(policy, n).peak for n in range(1, 9)]
-    assert [n for n in range(1, 8) if peaks[n] < peaks[n - 1]] == [5] * chunked
-    assert plans.whole == 5 * chunked
-    for budget in (peaks[0] - 1, peaks[0], peaks[5] - 1, peaks[5], peaks[6]):
-        n = largest_batch(lambda n: plans.memory(policy, n).peak, budget, 3, plans.whole)
-        assert n == 0 or plans.memory(policy, n).peak <= budget
-        assert plans.memory(policy, n + 1).peak > budget
-        assert all(peak > budget for peak in peaks[n:])
-
-
-def test_figures_are_predictions(capsys, monkeypatch):
-    monkeypatch.setitem(training.loss.CHUNK_BYTES, 'cpu', CHUNK_BYTES)
-    main([*FLAGS, '--batch_size=6', '--budget=61MB', '--json=True'])  # small: the search ends soon
-    out = capsys.readouterr().out
-    document = json.loads(out.splitlines()[-1])
-    rows = {row['policy']: row for row in document['policies']}
-    assert list(rows) == ['none', 'selective', 'mlp', 'block', 'sqrt']
-    predictor = Predictor(GPTConfig(vocab_size=50304, bias=False, n_layer=2, n_head=2, n_embd=32,
-                                    block_size=32))
-    for policy in ('none', 'block'):
-        row, at = rows[policy], predictor.predict(policy, 6)
-        n = row['largest_batch']
-        assert (row['peak'], row['activations']) == (at.peak, at.activations)
-        assert n > 6 and row['largest_peak'] == predictor.predict(policy, n).peak <= 61e6
-        assert predictor.predict(policy, n + 1).peak > 61e6
-    assert rows['none']['recomputed'] == 0
-    assert rows['block']['recomputed'] > 0
-    assert re.search(rf"^none .* {rows['none']['largest_batch']} ", out, re.M)
-
-
-@pytest.mark.parametrize('flag, words', [
-    ('--budget=much', "budget='much': a number of bytes is needed"),
-    ('--budget=1MB', 'nothing fits; the least is '),
-    ('--batch_size=0', 'must be at least 1'), ('--device=nowhere', 'cannot be used here'),
-    ('--n_head=5', 'n_head')])
-def test_wrong_input_is_one_line(flag, words):
-    with pytest.raises(UserError, match=words):
-        main([*FLAGS, flag])

@@ -1,11 +1,9 @@
-"""Recomputation policies do not change training, and recompute only what they should. With each of
-them the training step is one graph, compiled only once."""
+"""Recomputation policies do not change training, and recompute only what they should."""
 import functools
 from collections import Counter
 
 import pytest
 import torch
-import torch._dynamo
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import training.loss
@@ -16,7 +14,6 @@ from tests.helpers.mechanisms import CHANGES, STACK
 from tests.helpers.models import FULL_STACK, VOCAB, tokens
 from training.loss import linear_cross_entropy
 from training.recompute import ATTENTION, MATMULS, Recompute, set_recompute
-from training.run import prepare
 
 aten = torch.ops.aten
 POLICIES = ('block', 'every:2', 'sqrt', 'mlp', 'selective', 'offload')
@@ -209,45 +206,3 @@ def test_segments_hand_on_only_the_k_and_v_that_later_blocks_read(shape, monkeyp
     read = [{later.slot for later in layers[i:] if not later.owns}
             & {layer.slot for layer in layers[:i]} for i in range(len(layers))]
     assert handed == list(enumerate(read))
-
-
-# -- compiled
-
-def sgd(model, call, autocast, steps=3):
-    """Return the losses and the last gradients of a few steps of plain SGD."""
-    losses = []
-    for k in range(steps):
-        x, y = (tokens(2, 48, seed=n) for n in (2 * k, 2 * k + 1))
-        model.zero_grad()
-        with torch.autocast('cpu', torch.bfloat16, enabled=autocast):
-            loss = call(x, y)[1]
-        loss.backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= 0.1 * p.grad
-        losses.append(loss.item())
-    return losses, [p.grad for p in model.parameters()]
-
-
-@pytest.mark.filterwarnings('ignore')
-@pytest.mark.parametrize('policy, chunked_loss, autocast', [
-    ('selective', True, True), ('block', True, False),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ('mlp', False, False), ('none', True, True), ('none', False, False), ('sqrt', True, False),
-        ('every:3', False, False)))])
-@torch._dynamo.config.patch(error_on_recompile=True)
-def test_training_is_one_graph(policy, chunked_loss, autocast):
-    torch._dynamo.reset()
-    found = []
-    for compiled in (False, True):
-        model = new_model('full stack', policy, n_layer=4, layer_pattern='LLG', kv_share='AAB')
-        model.loss_fn = linear_cross_entropy if chunked_loss else None
-        prepare(model, 48)
-        call = model
-        if compiled:
-            call = torch.compile(model, fullgraph=True, backend='aot_eager_decomp_partition')
-        found.append(sgd(model, call, autocast))
-    (losses, gradients), (expected_losses, expected) = found
-    assert losses == pytest.approx(expected_losses, abs=2e-3 if autocast else 1e-5)
-    bound = max(g.abs().max() for g in expected) * (0.05 if autocast else 1e-4)
-    assert all((g - e).abs().max() < bound for g, e in zip(gradients, expected))
