@@ -1,4 +1,5 @@
 """A tiny character data set, tiny configs, and helpers to run train.py and sample.py on them."""
+import contextlib
 import json
 import os
 import re
@@ -65,11 +66,23 @@ def tiny_tokens(n: int) -> np.ndarray:
     return np.where(noisy, rng.integers(letters, size=n), np.arange(n) % letters)
 
 
-def make_tiny(root):
-    meta = {'vocab_size': len(ALPHABET), 'stoi': {c: i for i, c in enumerate(ALPHABET)},
-            'itos': dict(enumerate(ALPHABET))}
+def meta_of(letters: str) -> dict:
+    return {'vocab_size': len(letters), 'stoi': {c: i for i, c in enumerate(letters)},
+            'itos': dict(enumerate(letters))}
+
+
+def make_tiny(root, letters=ALPHABET):
     tokens = {'train': tiny_tokens(2000), 'val': tiny_tokens(400)}
-    write_dataset(root / 'tiny', tokens, meta)
+    write_dataset(root / 'tiny', tokens, meta_of(letters))
+
+
+def make_fresh(root):
+    """A data set 'fresh' that is not prepared yet; its program copies 'tiny'."""
+    (root / 'fresh').mkdir()
+    (root / 'fresh' / 'prepare.py').write_text(
+        'import shutil, pathlib\nhere = pathlib.Path(__file__).parent\n'
+        'def main(argv):\n    for f in (here.parent / "tiny").iterdir():\n'
+        '        shutil.copy(f, here / f.name)\n')
 
 
 def run_train(out_dir, config=VANILLA, **overrides):
@@ -127,6 +140,23 @@ def run_sample(capsys, **overrides):
     settings = dict(device='cpu', start='ab', max_new_tokens=12, num_samples=1)
     sample.main(flags(settings | overrides))
     return capsys.readouterr().out
+
+
+def in_terminal(*args) -> tuple[int, str]:
+    """Run Python in a terminal of 80 x 24. Returns its exit status, and what the terminal gets."""
+    pty = pytest.importorskip('pty')  # not on Windows
+    ours, theirs = pty.openpty()
+    env = dict(os.environ, OMP_NUM_THREADS='1', TERM='xterm', COLUMNS='80', LINES='24',
+               PYTHONIOENCODING='utf-8')
+    process = subprocess.Popen([sys.executable, *map(str, args)], cwd=ROOT, env=env, stdin=theirs,
+                               stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    out = b''
+    with contextlib.suppress(OSError):  # EIO: the program has ended
+        while data := os.read(ours, 65536):
+            out += data
+    os.close(ours)
+    return process.wait(), out.decode().replace('\r\n', '\n')
 
 
 def _default_sigint():

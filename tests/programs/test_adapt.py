@@ -11,8 +11,6 @@ from config.gpt_config import GPTConfig
 from model import GPT
 from tests.programs.support import ALPHABET, FULL_STACK, VANILLA, load, run_train
 
-WPE = 'transformer.wpe.weight'
-
 
 @pytest.fixture
 def resume(tmp_path, trained):
@@ -32,27 +30,10 @@ def logits(checkpoint, T, train=False):
     return model(idx)[0]
 
 
-def test_a_shorter_context_is_cropped_with_its_moments(resume):
-    before, after, _ = resume(block_size=8)
-    assert after['model_args'] == before['model_args'] | {'block_size': 8}
-    assert after['config']['block_size'] == 8
-    assert torch.equal(logits(after, 8), logits(before, 8))
-    moments = after['optimizer']['state'][1]['exp_avg']
-    assert moments.shape == after['model'][WPE].shape == (8, 16)
-
-
 def test_a_longer_context_with_rope_is_the_same_model(resume):
     before, after, _ = resume('full', FULL_STACK, block_size=32)
     assert after['model_args'] == before['model_args'] | {'block_size': 32}
     assert torch.equal(logits(after, 32), logits(before, 32))
-
-
-@pytest.mark.parametrize('length', [16, 32])
-def test_learned_positions_give_way_to_rope(resume, length):
-    changed = {'pos_embedding': 'rope', 'rope_theta': 500.0, 'block_size': length}
-    before, after, _ = resume(**changed)
-    assert after['model_args'] == before['model_args'] | changed and WPE not in after['model']
-    assert all(torch.equal(before['model'][name], x) for name, x in after['model'].items())
 
 
 def test_training_goes_on_with_rope(resume):

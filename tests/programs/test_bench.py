@@ -1,6 +1,7 @@
-"""bench.py: nanoGPT's lines plus one, a JSON document, a profiler trace, and no download."""
+"""bench.py on tiny shapes: nanoGPT's lines plus one, consistent figures, tables, saved files."""
 import json
 import re
+import shlex
 
 import pytest
 import torch
@@ -8,7 +9,10 @@ import torch
 import bench
 from config.errors import UserError
 from config.gpt_config import GPTConfig
+from kv.plan import plan_kv
+from lab.benchmarks import bandwidth, engines, table
 from tests.programs.support import ALPHABET, FULL_STACK, flags, make_tiny
+from training import loss
 from training.flops import flops_per_token
 
 TINY = dict(dataset='tiny', device='cpu', compile=False, n_layer=1, n_head=2, n_embd=16,
@@ -16,21 +20,55 @@ TINY = dict(dataset='tiny', device='cpu', compile=False, n_layer=1, n_head=2, n_
 MEMORY = ('n_layer', 'n_kv_head', 'layer_pattern', 'window_size', 'kv_share', 'share_global_kv',
           'pos_embedding', 'qk_norm')
 MEMORY_OF_FULL_STACK = {name: FULL_STACK[name] for name in MEMORY}
-SMALL = TINY | MEMORY_OF_FULL_STACK
+SHAPE = dict(n_layer=2, n_head=2, n_embd=16, block_size=32)
+VANILLA = dict(SHAPE, dataset='tiny', device='cpu', contexts=12, steps=3)
+SMALL = VANILLA | MEMORY_OF_FULL_STACK
+# our model under nanoGPT's names: it recomputes everything for every token
+NANOGPT = '''
+import torch
+from model import GPT as Base, GPTConfig
+
+class GPT(Base):
+    def __init__(self, config):
+        super().__init__(config)
+        print('nanoGPT says something')
+
+    def generate(self, idx, n, temperature=1.0, top_k=None):
+        for _ in range(n):
+            idx = torch.cat([idx, self(idx)[0][:, -1].argmax(-1, keepdim=True)], dim=1)
+        return idx
+'''
+
+
+def plan_of(settings):
+    shape = {name: settings[name] for name in (*SHAPE, *MEMORY) if name in settings}
+    return plan_kv(GPTConfig(**shape))
+
+
+def ratios(numerators, denominators):
+    return pytest.approx([a / b for a, b in zip(numerators, denominators)])
 
 
 @pytest.fixture(autouse=True)
 def _in_tiny_data(monkeypatch, data_root, tmp_path):
     monkeypatch.setattr(bench, 'DATA_ROOT', data_root)
+    monkeypatch.setattr(bandwidth, 'BUFFER_BYTES', 2 ** 20)
     monkeypatch.chdir(tmp_path)
 
 
-def run_bench(capsys, settings=TINY, **overrides):
+def output(capsys, settings=TINY, **overrides):
     """Run bench.py; return its output lines after the echoed settings."""
     capsys.readouterr()
     bench.main(flags(settings | overrides))
     lines = capsys.readouterr().out.splitlines()
     return [line for line in lines if not line.startswith('Overriding')]
+
+
+def run_bench(capsys, settings, **overrides):
+    """Run bench.py; return its JSON document and the table lines before it."""
+    *lines, last = output(capsys, settings, **overrides, json=True)
+    assert max(map(len, lines)) <= 100
+    return json.loads(last), lines
 
 
 def losses(lines):
@@ -40,7 +78,7 @@ def losses(lines):
 
 def test_output_is_nanogpts_and_one_line_more(capsys):
     """It trains on the data set, without dropout."""
-    *lines, time_line, flops_line = run_bench(capsys)
+    *lines, time_line, flops_line = output(capsys)
     steps = [line.split()[0] for line in lines if '/' in line]
     assert steps == [f'{k}/10' for k in range(10)] + [f'{k}/20' for k in range(20)]
     assert re.fullmatch(r'time per iteration: \d+\.\d{4}ms, MFU: \d+\.\d{2}%', time_line)
@@ -49,18 +87,18 @@ def test_output_is_nanogpts_and_one_line_more(capsys):
     real = losses(lines)
     untrained = torch.tensor(float(len(ALPHABET))).log().item()
     assert len(real) == 30 and real[0] == pytest.approx(untrained, abs=0.3)
-    assert losses(run_bench(capsys, dropout=0.9, dtype='float32')) == real
+    assert losses(output(capsys, dropout=0.9, dtype='float32')) == real
 
 
 def test_one_random_batch_needs_no_data_and_is_learnt(capsys):
-    random = losses(run_bench(capsys, real_data=False, dataset='nowhere', n_embd=8, block_size=4))
+    random = losses(output(capsys, real_data=False, dataset='nowhere', n_embd=8, block_size=4))
     assert random[0] == pytest.approx(10.83, abs=0.1)  # log 50304
     assert all(after < before for before, after in zip(random, random[1:]))
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_json_is_the_last_line(capsys, dtype):
-    *lines, last = run_bench(capsys, SMALL, json=True, dtype=dtype)
+    *lines, last = output(capsys, TINY | MEMORY_OF_FULL_STACK, json=True, dtype=dtype)
     f = json.loads(last)
     assert (f['mode'], f['dtype'], f['threads']) == ('train', dtype, torch.get_num_threads())
     assert (f['batch_size'], f['block_size'], f['window_size']) == (3, 16, 4)
@@ -78,7 +116,7 @@ def test_json_is_the_last_line(capsys, dtype):
 
 
 def test_a_profile_is_a_table_and_a_trace(capsys, tmp_path):
-    lines = run_bench(capsys, profile=True, json=True)
+    lines = output(capsys, profile=True, json=True)
     assert json.loads(lines[-1])['trace'] == 'bench_log'
     trace, = (tmp_path / 'bench_log').iterdir()
     assert trace.name.endswith('.pt.trace.json')  # the suffix expected by TensorBoard's plugin
@@ -90,20 +128,6 @@ def test_a_profile_is_a_table_and_a_trace(capsys, tmp_path):
     assert any('aten::mm' in line for line in lines) and any('Self CPU' in line for line in lines)
 
 
-@pytest.mark.parametrize('settings, named', [
-    (dict(mode='dance'), ["mode='dance'", "'train'"]), (dict(batch_size=0), ['batch_size=0']),
-    (dict(device='abacus'), ["device='abacus'", "'cpu'"]), (dict(seed=2 ** 64), ['seed=']),
-    (dict(block_size=3000), ['2000 tokens', 'block_size=3000']),
-    (dict(dataset='nowhere'), ["'nowhere'", 'data/nowhere/prepare.py', '--real_data=False']),
-    (dict(max_iters=3), ["'max_iters'"]),
-], ids=str)
-def test_bad_settings(settings, named):
-    with pytest.raises(UserError) as caught:
-        bench.main(flags(TINY | settings))
-    assert '\n' not in str(caught.value)
-    assert all(text in str(caught.value) for text in named)
-
-
 def test_a_data_set_is_not_prepared_by_a_benchmark(tmp_path, monkeypatch):
     make_tiny(tmp_path)
     (tmp_path / 'tiny' / 'train.bin').unlink()
@@ -112,3 +136,183 @@ def test_a_data_set_is_not_prepared_by_a_benchmark(tmp_path, monkeypatch):
     message = r"'tiny'.*python data/tiny/prepare.py.*--real_data=False"
     with pytest.raises(UserError, match=message):
         bench.main(flags(TINY))
+
+
+# -- other modes -----------------------------------------------------------------------------------
+
+def test_decode_against_vanilla(capsys):
+    found, lines = run_bench(capsys, SMALL, mode='decode', against='vanilla', batch_sizes='1,3',
+                             contexts='12,40')
+    cells = [(cell['context'], cell['sides']['ours']['batch']) for cell in found['cells']]
+    assert cells == [(12, 1), (12, 3), (40, 1), (40, 3)]
+    assert (found['steps'], found['repeats'], found['dtype']) == (3, 5, 'float32')
+    ours, theirs = found['models']['ours'], found['models']['vanilla']
+    assert (ours['window_size'], ours['vocab_size']) == (4, len(ALPHABET))
+    assert (theirs['block_size'], theirs['n_kv_head']) == (43, 0)
+    assert theirs['pos_embedding'] == 'learned'
+    plan = plan_of(SMALL)
+    for cell in found['cells']:
+        n = cell['context']
+        assert (cell['held'], cell['max_seq_len']) == (n, n + 3)
+        for name, p in (('ours', plan), ('vanilla', plan.vanilla())):
+            side = cell['sides'][name]
+            assert side['kv_bytes'] == p.nbytes(side['batch'], n + 3, 'float32')
+            assert side['kv_read_bytes_per_step'] > 0 and side['bandwidth_share']['min'] > 0
+        sides = [cell['sides'][name]['tokens_per_second']['each'] for name in ('ours', 'vanilla')]
+        ratio = cell['ratios']['tokens_per_second']['vanilla']
+        assert len(ratio['each']) == 5 and ratio['each'] == ratios(*sides)
+    assert len(found['bandwidth']['bytes_per_second']['each']) == 4 * 5  # measured in every round
+    # two heading lines, and one row per cell in each of two tables
+    assert sum('vanilla' in line for line in lines) == 2 + 2 * 4
+
+
+def test_decode_within_a_budget(capsys):
+    found, lines = run_bench(capsys, SMALL, mode='decode', against='vanilla', budget='50kB',
+                             contexts='24,20', kv_dtype='int8', dtype='bfloat16')
+    plan = plan_of(SMALL)
+    assert (found['kv_dtype'], found['dtype']) == ('int8', 'bfloat16')
+    assert found['models']['vanilla']['block_size'] == SHAPE['block_size']
+    for cell in found['cells']:
+        T = cell['context']
+        assert (cell['held'], cell['max_seq_len']) == (T - 3, T)  # full after the last timed token
+        for name, one in (('ours', plan.nbytes(1, T, 'int8')),
+                          ('vanilla', plan.vanilla().nbytes(1, T, 'int8'))):
+            fit, side = 50_000 // one, cell['sides'][name]
+            assert cell['capacity'][name] == {'sequences': fit, 'kv_bytes': fit * one,
+                                              'kv_bytes_of_one_more': (fit + 1) * one}
+            assert (side['batch'], side['kv_bytes']) == (fit, fit * one)
+    assert any('sequences within 50,000 bytes' in line for line in lines)
+
+
+@pytest.mark.parametrize('chunk', [0, 5])
+def test_prefill(capsys, chunk):
+    found, lines = run_bench(capsys, SMALL, mode='prefill', against='vanilla', batch_sizes='2',
+                             prefill_chunk=chunk)
+    cell, = found['cells']
+    ours, vanilla = cell['sides']['ours'], cell['sides']['vanilla']
+    times = ours['ttft_ms']['each']
+    assert ours['kv_bytes'] == plan_of(SMALL).nbytes(2, 12, 'float32')
+    assert found['prefill_chunk'] == chunk
+    assert cell['ratios']['ttft']['vanilla']['each'] == ratios(vanilla['ttft_ms']['each'], times)
+    assert any('in one piece' in line for line in lines) == (chunk == 0)
+
+
+def test_against_transformers(capsys):
+    pytest.importorskip('transformers')
+    found, lines = run_bench(capsys, VANILLA, mode='decode', against='hf', batch_sizes='2',
+                             gelu='tanh')
+    cell, = found['cells']
+    sides = cell['sides']
+    assert list(sides) == ['ours', 'hf dynamic', 'hf static']
+    assert found['max_logit_difference'] < 1e-4 and found['activation_function'] == 'gelu_new'
+    for name in ('hf dynamic', 'hf static'):
+        assert (sides[name]['rows_equal'], sides[name]['rows']) == (2, 2)
+        for ratio, field in (('tokens_per_second', 'tpot_ms'), ('ttft', 'ttft_ms')):
+            assert cell['ratios'][ratio][name]['each'] == ratios(
+                sides[name][field]['each'], sides['ours'][field]['each'])
+
+
+def test_nothing_is_timed_where_the_logits_differ(monkeypatch):
+    pytest.importorskip('transformers')
+    build = engines.hugging_face
+
+    def slightly_wrong(ours):
+        model = build(ours)
+        with torch.no_grad():
+            model.transformer.h[1].mlp.c_fc.bias += 0.1
+        return model
+    monkeypatch.setattr(engines, 'hugging_face', slightly_wrong)
+    with pytest.raises(UserError, match="against='hf'.* logits that differ by"):
+        bench.main(flags(VANILLA | dict(mode='decode', against='hf')))
+
+
+def test_against_nanogpt(capsys, tmp_path):
+    (tmp_path / 'nano').mkdir()
+    (tmp_path / 'nano' / 'model.py').write_text(NANOGPT)
+    nano = VANILLA | dict(against='nanogpt', nanogpt='nano')
+    found, lines = run_bench(capsys, nano, mode='decode', batch_sizes='2')
+    assert found['cells'][0]['sides']['nanogpt']['rows_equal'] == 2
+    assert found['max_logit_difference'] < 1e-5
+    assert not any('says something' in line for line in lines)
+
+    found, lines = run_bench(capsys, nano, mode='train', batch_size=2, compile=False)
+    rounds = [line for line in lines if line.startswith(('19/20', '3/4 '))]
+    assert len(rounds) == 10  # five turns of each
+    assert found['faster']['min'] <= found['faster']['median'] <= found['faster']['max']
+    assert 'times its tokens/s' in lines[-3]
+    with pytest.raises(UserError, match='qk_norm=True'):
+        bench.main(flags(nano | dict(mode='train', qk_norm=True)))
+
+
+def test_saved_files_become_the_page(capsys, tmp_path):
+    runs = dict(budget=dict(mode='decode', budget='50kB'), prompts=dict(mode='prefill'))
+    documents = {name: run_bench(capsys, SMALL, save=f'{name}.json', **run)[0]
+                 for name, run in runs.items()}
+    saved = {name: json.loads((tmp_path / f'{name}.json').read_text()) for name in runs}
+    assert saved == documents
+    table.main([f'{name}.json' for name in runs])
+    page = capsys.readouterr().out
+    assert page == table.page(documents) and page.startswith('# ') and 'W=4' in page
+    for name, document in documents.items():
+        assert f'## {name}\n\n`{document["command"]}`' in page
+        for grid in table.tables(document):
+            for row in grid.rows:
+                assert len(row) == len(grid.columns) and '| ' + ' | '.join(row) + ' |' in page
+    budget = documents['budget']
+    bench.main(shlex.split(budget['command'])[2:] + ['--json=True'])  # the command reproduces it
+    again = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (again['command'], again['models']) == (budget['command'], budget['models'])
+
+
+def test_policies_side_by_side(capsys, monkeypatch):
+    monkeypatch.setitem(loss.CHUNK_BYTES, 'cpu', 4 * 40 * 5)  # 5 tokens of the tiny alphabet
+    found, lines = run_bench(capsys, SMALL, mode='recompute', against='vanilla', contexts=24,
+                             batch_sizes=2, policies='none,selective,block,every:2')
+    assert [(c['model'], c['context']) for c in found['cells']] == [('ours', 24), ('vanilla', 24)]
+    for cell in found['cells']:
+        sides = cell['sides']
+        assert list(sides) == ['none', 'selective', 'block', 'every:2', 'whole logits']
+        held = {name: side['memory']['activations'] for name, side in sides.items()}
+        assert held['none'] > held['selective'] > held['block'] > held['every:2']
+        # the last norm's output, which lm_head keeps
+        assert held['whole logits'] - held['none'] == 4 * 2 * 24 * 16
+        for name, side in sides.items():
+            assert side['activations_saved'] == pytest.approx(1 - held[name] / held['none'])
+            assert side['gradient_difference'] < 1e-6 and len(side['step_ms']['each']) == 5
+            if name != 'none':
+                assert cell['ratios']['step_time'][name]['each'] == ratios(
+                    side['step_ms']['each'], sides['none']['step_ms']['each'])
+        assert sides['none']['gradient_difference'] == 0 and 0 < cell['loss_saved'] < 1
+        peaks = [sides[name]['memory']['loss_peak'] for name in ('none', 'whole logits')]
+        assert cell['loss_saved'] == pytest.approx(1 - peaks[0] / peaks[1])
+    assert sum(line.split()[:1] == ['vanilla'] for line in lines) == 2 * 5
+
+
+def test_lengths_against_vanilla(capsys, tmp_path):
+    found, lines = run_bench(capsys, SMALL, mode='lengths', against='vanilla', contexts='8,40',
+                             batch_sizes='1,3', recompute='block', save=tmp_path / 'lengths.json')
+    assert found['recompute'] == 'block' and found['models']['vanilla']['block_size'] == 40
+    cells = [(cell['context'], cell['sides']['ours']['batch']) for cell in found['cells']]
+    assert cells == [(8, 1), (8, 3), (40, 1), (40, 3)]
+    for cell in found['cells']:
+        ours, vanilla = cell['sides']['ours'], cell['sides']['vanilla']
+        for side in (ours, vanilla):
+            tokens = side['batch'] * cell['context']
+            each = side['tokens_per_second']['each']
+            assert each == ratios([1000 * tokens] * 5, side['step_ms']['each'])
+        ratio = cell['ratios']['tokens_per_second']['vanilla']['each']
+        assert ratio == ratios(vanilla['step_ms']['each'], ours['step_ms']['each'])
+    page = table.page({'lengths': table.read(tmp_path / 'lengths.json')})
+    assert '## lengths' in page and page.count('| vanilla |') == 4
+
+
+def test_conversations(capsys, tmp_path):
+    found, lines = run_bench(capsys, SMALL, mode='chat', contexts='64,128', message=5,
+                             page_sizes='4,8', save=tmp_path / 'chat.json')
+    kept, compact, *_ = found['bytes']
+    n = compact['tokens']
+    assert compact['held_nbytes'] < kept['held_nbytes'] and n == kept['tokens'] > 100
+    assert compact['vanilla_nbytes'] == plan_of(SMALL).vanilla().nbytes(1, n, 'bfloat16')
+    assert [(c['context'], c['n_cached']) for c in found['cells']] == [(64, 64), (128, 128)]
+    assert all(cell['sides']['ours']['ttft_ms']['median'] > 0 for cell in found['cells'])
+    assert any('without a store' in line for line in lines)

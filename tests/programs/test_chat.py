@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import chat
-from config.errors import UserError
 from engine.engine import Engine
 from tests.helpers.serving import ending
 from tests.programs.support import flags
@@ -172,12 +171,3 @@ def test_a_turn_that_cannot_be_said_changes_nothing(talk):
     assert '(4 turns' in out and talk.turns() == before
     out = talk(['/edit Q', '/edit ' + 'ab' * 90])
     assert 'alphabet lacks' in out and 'longer than half' in out and talk.turns() == before
-
-
-def test_wrong_settings(talk):
-    with pytest.raises(UserError, match='turn='):
-        talk([], turn='x')
-    with pytest.raises(UserError, match='alphabet lacks'):
-        talk([], user='Q')
-    with pytest.raises(UserError, match='prefix_budget'):
-        talk([], prefix_budget='much')

@@ -167,7 +167,7 @@ def test_two_interrupts_while_writing_leave_the_previous_checkpoint(tmp_path, mo
     assert contents(tmp_path).keys() == {'ckpt.pt', 'metrics.jsonl'}
 
 
-# -- on disk at every moment ---------------------------------------------------------------------
+# -- on disk at every moment -----------------------------------------------------------------------
 
 @pytest.mark.parametrize('copied', [False, True], ids=['saved', 'copied'])
 def test_a_file_is_on_disk_before_the_rename_and_the_rename_after_it(tmp_path, monkeypatch, copied):
@@ -193,7 +193,6 @@ def test_a_file_is_on_disk_before_the_rename_and_the_rename_after_it(tmp_path, m
         save_checkpoint(tmp_path / 'b', {'a': 1})
     assert events == [(tmp_path / 'b').stat().st_size, 'rename', 'folder']
     assert contents(tmp_path).keys() == {'a', 'b'}
-
 
 
 def test_a_system_that_opens_no_folders_is_no_error(tmp_path, monkeypatch):

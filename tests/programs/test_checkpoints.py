@@ -30,17 +30,11 @@ def killed_at(at_step, n, folder, **settings):
         run_train(folder, **settings)
 
 
-# -- when, and how many --------------------------------------------------------------------------
+# -- when, and how many ----------------------------------------------------------------------------
 
 def test_saves_between_evaluations_and_not_twice_with_them(tmp_path, saved):
     run_train(tmp_path, checkpoint_interval=4, eval_interval=6)
     assert saved == [4, 6, 8, 12, 16, 18, 20]
-
-
-def test_without_always_save_only_improvements_are_saved(tmp_path, saved, val_losses):
-    val_losses |= {2: 4.0, 4: 4.5, 6: 3.0}
-    run_train(tmp_path, max_iters=8, eval_interval=2, always_save_checkpoint=False)
-    assert saved == [2, 6] and load(tmp_path / 'ckpt.pt')['best_val_loss'].item() == 3.0
 
 
 def test_killed_it_loses_only_what_came_after_and_resumes_exactly(
@@ -83,33 +77,28 @@ def test_no_new_run_takes_the_place_of_an_old_one(tmp_path):
     assert kept(tmp_path) == {'ckpt.pt': 3, 'ckpt_old.pt': 1, 'ckpt_old2.pt': 2}
 
 
-# -- the best ------------------------------------------------------------------------------------
+# -- the best --------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize('links', [True, False], ids=['hard links', 'no hard links'])
-def test_the_best_stays_where_every_evaluation_is_saved(
-        tmp_path, val_losses, monkeypatch, links, saved):
+@pytest.mark.parametrize('values, always, iterations, files', [
+    ({0: 8.0, 4: 1.0}, True, [2, 4, 6], {'ckpt.pt': 6, 'ckpt_best.pt': 4}),
+    ({2: 2.0, 6: 1.0}, True, [2, 4, 6], {'ckpt.pt': 6, 'ckpt_best.pt': 6}),
+    ({0: 1.0}, True, [2, 4, 6], {'ckpt.pt': 6}),  # the untrained model was best
+    ({2: 4.0, 4: 3.0, 6: 4.5}, False, [2, 4], {'ckpt.pt': 4})], ids=str)
+def test_the_best_stays_and_is_not_written_again(tmp_path, val_losses, monkeypatch, saved, links,
+                                                 values, always, iterations, files):
     if not links:
         monkeypatch.setattr(os, 'link', no_links)
-    val_losses |= {0: 8.0, 4: 1.0}
-    run_train(tmp_path, eval_interval=2, max_iters=8)
-    assert kept(tmp_path) == {'ckpt.pt': 8, 'ckpt_best.pt': 4} and saved == [2, 4, 6, 8]
-    latest, best = (load(tmp_path / name) for name in ('ckpt.pt', 'ckpt_best.pt'))
-    assert latest['best_val_loss'].item() == best['best_val_loss'].item() == 1.0
-    assert (latest['holds_best'], best['holds_best']) == (False, True)
-
-
-def test_it_follows_an_improvement_without_being_written_again(tmp_path, val_losses, saved):
-    val_losses |= {2: 2.0, 6: 1.0}
-    run_train(tmp_path, eval_interval=2, max_iters=6)
-    assert kept(tmp_path) == {'ckpt.pt': 6, 'ckpt_best.pt': 6} and saved == [2, 4, 6]
-    assert (tmp_path / 'ckpt.pt').samefile(tmp_path / 'ckpt_best.pt')
-
-
-def test_there_is_none_if_the_untrained_model_was_best(tmp_path, val_losses):
-    val_losses[0] = 1.0
-    run_train(tmp_path, eval_interval=2, max_iters=6)
-    assert kept(tmp_path) == {'ckpt.pt': 6}
-    assert load(tmp_path / 'ckpt.pt')['best_val_loss'].item() == 1.0
+    val_losses |= values
+    run_train(tmp_path, eval_interval=2, max_iters=6, always_save_checkpoint=always)
+    assert kept(tmp_path) == files and saved == iterations
+    for name, iteration in files.items():
+        checkpoint = load(tmp_path / name)
+        assert checkpoint['best_val_loss'].item() == min(values.values())
+        assert checkpoint['holds_best'] == (values.get(iteration) == min(values.values()))
+    if links and files.get('ckpt_best.pt') == 6:
+        assert (tmp_path / 'ckpt.pt').samefile(tmp_path / 'ckpt_best.pt')
 
 
 def test_it_is_kept_through_kills_and_resumes(tmp_path, val_losses, at_step, capsys):
@@ -194,7 +183,7 @@ def test_a_checkpoint_without_a_run_id_owns_no_other(tmp_path):
     assert kept(tmp_path)['ckpt.pt'] == 12 and 'ckpt_old.pt' not in kept(tmp_path)
 
 
-# -- damaged and missing -------------------------------------------------------------------------
+# -- damaged and missing ---------------------------------------------------------------------------
 
 @pytest.mark.parametrize('share', [0.0, 0.99])
 def test_a_cut_checkpoint_is_refused_and_whole_ones_are_named(tmp_path, share):

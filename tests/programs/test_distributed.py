@@ -2,6 +2,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -24,6 +25,8 @@ from tests.programs.support import (
     run_train,
     start_program,
 )
+from training.checkpoint_manager import peek
+from training.distributed import Ranks, go_on_after_restart
 
 SIX_STEPS = dict(gradient_accumulation_steps=4, max_iters=5, eval_interval=3, eval_iters=3)
 BAD_LOSS = '''
@@ -45,6 +48,16 @@ train.Run.step = step
 '''  # on one rank, in its first micro-batch only; the gradients stay finite
 SMALL_CHUNKS = "import training.loss; training.loss.CHUNK_BYTES = {'cpu': 4 * 12 * 9}\n"
 SHORT_STACK = dict(FULL_STACK, n_layer=4, layer_pattern='LLG', kv_share='AAB')
+KILL = '''
+import os, signal, train
+plain = train.Run.step
+def step(run):
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if first and (run.ranks.rank, run.iter_num) == (1, 4):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return plain(run)
+train.Run.step = step
+'''
 started = []
 
 
@@ -187,7 +200,7 @@ def test_processes_share_micro_batches_evenly():
 @pytest.mark.slow
 @pytest.mark.parametrize('settings, named', [
     (dict(gradient_accumulation_steps=3), 'gradient_accumulation_steps=3 .* 2 processes'),
-    (dict(backend='nccl'), "'nccl'.*gloo"), (dict(backend='mpi'), "'mpi'.*'gloo'")])
+    (dict(backend='nccl'), "'nccl'.*gloo")])
 def test_wrong_settings_end_all_processes(tmp_path, data_root, settings, named):
     process = start(data_root, 2, tmp_path / 'out', **settings)
     _, err = process.communicate(timeout=120)
@@ -208,3 +221,50 @@ def test_an_environment_that_torchrun_did_not_set_is_an_error(
     with pytest.raises(UserError, match=error) as caught:
         run_train(tmp_path / 'out')
     assert '\n' not in str(caught.value) and not (tmp_path / 'out').exists()
+
+
+# -- restarts, and several hosts -------------------------------------------------------------------
+
+@pytest.mark.slow
+@pytest.mark.parametrize('config, more', [(VANILLA, {}), (FULL_STACK, dict(parallel='fsdp'))],
+                         ids=['ddp', 'fsdp'])
+def test_a_process_that_dies_is_started_again(tmp_path, data_root, config, more):
+    run_train(tmp_path / 'whole', config, **SIX_STEPS)
+    options = ['--standalone', '--nproc_per_node=2', '--max-restarts=1', '--monitor-interval=0.1']
+    process = start(data_root, options, tmp_path / 'killed', config, KILL, **SIX_STEPS,
+                    checkpoint_interval=1, **more)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert out.count('step 0:') == 1 and 'Resuming training from' in out
+    assert_same_losses(metrics(tmp_path / 'whole'), metrics(tmp_path / 'killed'))
+
+
+def test_a_checkpoint_of_another_launch_is_not_resumed(tmp_path, monkeypatch):
+    """A run from scratch that dies before its first checkpoint starts from scratch again."""
+    monkeypatch.setenv('TORCHELASTIC_RUN_ID', 'first')
+    run_train(tmp_path, max_iters=2, eval_interval=2)
+    assert load(tmp_path / 'ckpt.pt')['launch'] == 'first'
+    for launch, resumed in (('first', True), ('second', False), ('', False), ('none', False)):
+        monkeypatch.setenv('TORCHELASTIC_RUN_ID', launch)
+        s = SimpleNamespace(out_dir=str(tmp_path), init_from='scratch', resume_from='ckpt.pt')
+        go_on_after_restart(s, Ranks('gloo', 'cpu'))
+        assert (s.init_from == 'resume') == resumed
+    assert peek(tmp_path / 'none.pt') is None
+
+
+@pytest.mark.slow
+def test_two_agents_are_one_run(tmp_path, data_root):
+    """As on two hosts: each has one process, whose local rank is 0."""
+    run_train(tmp_path / 'one', **SIX_STEPS)
+    with socket.socket() as sock:
+        sock.bind(('127.0.0.1', 0))
+        port = sock.getsockname()[1]
+    options = ['--nnodes=2', '--nproc_per_node=1', '--rdzv-backend=c10d', '--rdzv-id=x',
+               f'--rdzv-endpoint=127.0.0.1:{port}']
+    two = tmp_path / 'two'
+    agents = [start(data_root, options, two, **SIX_STEPS, parallel='fsdp') for _ in range(2)]
+    for agent in agents:
+        _, err = agent.communicate(timeout=300)
+        assert agent.returncode == 0, err
+    assert_same_losses(metrics(tmp_path / 'one'), metrics(two))
+    assert len(load(two / 'ckpt.pt')['shards']['files']) == 2

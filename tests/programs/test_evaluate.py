@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from config.errors import UserError
 from interop import evaluate, export
 from model import GPT
-from tests.programs.support import ALPHABET, FULL_STACK, flags, load, run_train
+from tests.programs.support import ALPHABET, flags, load
 from training.checkpoint import config_of
 
 TEXT = 'abcdefghij\n ' * 6 + 'abc jihg\nfedcba'
@@ -79,28 +79,6 @@ def test_the_same_loss_of_other_files_and_by_a_cache(out, tmp_path, capsys, data
     assert judged(capsys, out)[0] == plain
 
 
-@pytest.mark.parametrize('changes', [dict(key_offset=True, attn_sink=True), dict(kv_tied='all'),
-                                     dict(kv_latent=8, rope_fraction_global=0.0)], ids=str)
-def test_the_same_loss_of_every_form_of_keys_and_values(changes, tmp_path, capsys, data_root):
-    out = tmp_path / 'out'
-    run_train(out, FULL_STACK, max_iters=3, eval_interval=3, **changes)
-    export.export(out / 'ckpt.pt', tmp_path / 'hf', data_root=data_root)
-    plain, _ = judged(capsys, out)
-    for settings, near in ((dict(kv_dtype='auto'), 1e-5), (dict(kv_dtype='int8'), 0.05),
-                           (dict(init_from=tmp_path / 'hf'), 1e-5)):
-        found, _ = judged(capsys, out, **settings)
-        assert found['nats_per_token'] == pytest.approx(plain['nats_per_token'], abs=near)
-
-
-@pytest.mark.parametrize('settings, named', [
-    (dict(text=''), 'give the text to evaluate on'), (dict(text='nowhere.txt'), 'nowhere.txt'),
-    (dict(stride=17), 'stride=17 is more'), (dict(context=-1), 'context=-1'),
-    (dict(batch_size=0), 'batch_size=0')])
-def test_wrong_settings(out, capsys, settings, named):
-    with pytest.raises(UserError, match=named):
-        judged(capsys, out, **settings)
-
-
 @pytest.mark.parametrize('content, named', [
     (b'a', 'nothing to predict'), (b'', 'nothing to predict'), (b'\xff\xfe', 'UTF-8'),
     (f'{TEXT}\nab\u2014\u2014z'.encode(),
@@ -109,9 +87,3 @@ def test_wrong_texts(out, tmp_path, capsys, content, named):
     (tmp_path / 'text.txt').write_bytes(content)
     with pytest.raises(UserError, match=named):
         judged(capsys, out)
-
-
-def test_learned_positions_end(trained, capsys):
-    with pytest.raises(UserError, match='context=17: the model has learned 16 positions'):
-        judged(capsys, trained['vanilla'], context=17)
-    assert judged(capsys, trained['vanilla'])[0]['context'] == 16

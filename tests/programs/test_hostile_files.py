@@ -1,11 +1,9 @@
 """Files that others made are opened safely: whatever is in them, there is a result or one
 UserError, in seconds, and without much memory."""
-import contextlib
 import json
 import multiprocessing
 import os
 import pickle
-import pty
 import struct
 import subprocess
 import sys
@@ -30,16 +28,14 @@ from interop.load import tokenizer_of
 from interop.tokenizer_files import tokenizer_in
 from kv.models.config import read_config
 from model import GPT
-from tests.programs.support import ROOT
+from tests.programs.support import ROOT, in_terminal, meta_of
 from training.checkpoint import tokens_id
 from training.checkpoint_manager import load_to_resume, peek
 from training.load_model import model_of
 
 resource = pytest.importorskip('resource')  # not on Windows
 SECONDS, MEMORY = 5, 500 * 2 ** 20
-ALPHABET = 'abcdefgh'
-META = {'vocab_size': 8, 'stoi': {c: i for i, c in enumerate(ALPHABET)},
-        'itos': dict(enumerate(ALPHABET))}
+META = meta_of('abcdefgh')
 CONFIG = GPTConfig(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=8)
 TOKENIZER = CharTokenizer(META['stoi'], META['itos'])
 CHECKPOINT = {'model': GPT(CONFIG).state_dict(), 'optimizer': {}, 'model_args': model_args(CONFIG),
@@ -296,27 +292,10 @@ def test_prefix_files_that_are_none_count_as_missing(tmp_path):
 
 # -- through the programs --------------------------------------------------------------------------
 
-def run_on_terminal(*args) -> tuple[bytes, bytes]:
-    """Run a program with a terminal as its stdout and stderr. Returns what the terminal receives,
-    and the exit status."""
-    ours, theirs = pty.openpty()
-    env = dict(os.environ, OMP_NUM_THREADS='1', TERM='xterm')
-    process = subprocess.Popen([sys.executable, *map(str, args)], cwd=ROOT, env=env,
-                               stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    out = b''
-    with contextlib.suppress(OSError):  # EIO: the program has ended
-        while data := os.read(ours, 4096):
-            out += data
-    os.close(ours)
-    return out, process.wait()
-
 
 def escaping_checkpoint(folder):
     """A model that always writes the same escape sequence, which would change the title."""
-    letters = 'a\x1b]0;\x07\x9b\u202e'
-    meta = {'vocab_size': 8, 'stoi': {c: i for i, c in enumerate(letters)},
-            'itos': dict(enumerate(letters))}
+    meta = meta_of('a\x1b]0;\x07\x9b\u202e')
     write(folder, 'ckpt.pt', {**CHECKPOINT, 'meta': meta, 'tokens': tokens_id(meta)})
 
 
@@ -324,8 +303,7 @@ def test_escapes_of_a_vocabulary_reach_files_but_no_terminal(tmp_path):
     escaping_checkpoint(tmp_path)
     args = ('sample.py', tmp_path, '--device=cpu', '--start=a', '--max_new_tokens=60',
             '--temperature=9.0', '--num_samples=2', '--report=False')
-    shown, status = run_on_terminal(*args)
-    text = shown.decode()
+    status, text = in_terminal(*args)
     assert status == 0 and not set('\x1b\x07\x9b\u202e') & set(text.replace('\x1b[', ''))
     assert '\\x1b' in text and '\\x9b' in text and '\\u202e' in text
     done = subprocess.run([sys.executable, *map(str, args)], cwd=ROOT, capture_output=True)
@@ -338,7 +316,7 @@ def test_programs_refuse_in_one_line_without_escapes(tmp_path, program):
     folder.mkdir()
     write(folder, 'ckpt.pt', replaced(CHECKPOINT, ('model_args', 'n_layer'), 100_000))
     how = ['--init_from=resume', '--dataset=recall'] if program == 'train.py' else []
-    shown, status = run_on_terminal(program, f'--out_dir={folder}', '--device=cpu', *how)
-    *_, line = shown.decode().splitlines()
+    status, shown = in_terminal(program, f'--out_dir={folder}', '--device=cpu', *how)
+    *_, line = shown.splitlines()
     assert status == 2 and line.startswith('error: ') and 'n_layer' in line
-    assert '\x1b' not in line and '\x07' not in line and 'Traceback' not in shown.decode()
+    assert '\x1b' not in line and '\x07' not in line and 'Traceback' not in shown

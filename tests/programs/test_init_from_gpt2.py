@@ -75,18 +75,9 @@ def test_sampling(hub_model, capsys):
 
 
 @pytest.mark.parametrize('settings, named', [
-    (dict(block_size=32), 'block_size=32.*16.*pos_embedding'), (dict(qk_norm=True), 'qk_norm=True'),
-    (dict(n_kv_head=1), 'n_kv_head=1')])
-def test_settings_that_the_weights_cannot_follow(tmp_path, hub_model, settings, named):
+    (dict(n_kv_head=1), 'n_kv_head=1'), (dict(init_from='data'), 'config.json')])
+def test_what_the_weights_cannot_follow_and_a_folder_without_any(tmp_path, hub_model, settings,
+                                                                 named):
     with pytest.raises(UserError, match=named):
-        run_train(tmp_path / 'out', GIVEN, init_from=hub_model[0], **settings)
-    assert not (tmp_path / 'out').exists()
-
-
-def test_a_folder_without_weights_is_refused(tmp_path, capsys):
-    (tmp_path / 'empty').mkdir()
-    with pytest.raises(UserError, match='config.json'):
-        run_train(tmp_path / 'out', GIVEN, init_from=tmp_path / 'empty')
-    with pytest.raises(UserError, match='config.json'):
-        run_sample(capsys, init_from=tmp_path / 'empty')
+        run_train(tmp_path / 'out', GIVEN, **dict(init_from=hub_model[0]) | settings)
     assert not (tmp_path / 'out').exists()

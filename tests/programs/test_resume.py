@@ -18,11 +18,14 @@ from tests.programs.support import (
     TINY,
     VANILLA,
     assert_same_weights,
+    contents,
+    flags,
     load,
     losses,
     metrics,
     raise_signal,
     run_train,
+    start_program,
 )
 from training.batches import TokenBatches
 
@@ -43,6 +46,7 @@ def check_resume(tmp_path, at_step, final_weights):
         at_step(stop, raise_signal(signal.SIGTERM))
         first = run_train(parts, config, **settings)
         assert load(first.path)['iter_num'] == stop + 1 and losses(parts)[-1][0] == stop
+        torch._dynamo.reset()  # as in a new process
         torch.manual_seed(99)  # nothing may depend on the process's generator
         np.random.seed(99)
         run_train(parts, config, init_from='resume', **settings | dict(then))
@@ -61,6 +65,10 @@ def check_resume(tmp_path, at_step, final_weights):
     (VANILLA, dict(dtype='float16')),
     (FULL_STACK, dict(then=dict(eval_interval=3, eval_iters=5))),
     (FULL_STACK, dict(recompute='block')),
+    (FULL_STACK, dict(int8_training=True)),
+    (FULL_STACK, dict(optimizer='muon', lr_schedule='wsd')),
+    pytest.param(dict(FULL_STACK, n_embd=64), dict(optimizer='adamw8bit'),
+                 marks=pytest.mark.slow),
     *(pytest.param(FULL_STACK, dict(recompute=policy), marks=pytest.mark.slow)
       for policy in ('offload', 'selective', 'mlp', 'every:3', 'sqrt'))])
 def test_resumed_is_uninterrupted(check_resume, config, settings):
@@ -115,6 +123,24 @@ def test_a_signal_during_an_evaluation_ends_it_without_a_partial_mean(
     assert losses(tmp_path / 'parts') == losses(tmp_path / 'whole')
 
 
+@pytest.mark.parametrize('number', [
+    signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_signal_saves_and_exits_with_status_0(tmp_path, data_root, number):
+    settings = FULL_STACK | dict(out_dir=tmp_path, max_iters=100000, lr_decay_iters=100000)
+    process = start_program('train', *flags(settings), data_root=data_root)
+    for line in process.stdout:
+        if line.startswith('iter 3:'):
+            process.send_signal(number)
+            break
+    rest, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, '')
+    n = load(tmp_path / 'ckpt.pt')['iter_num']
+    assert rest.splitlines()[-1] == (f'{number.name}: saved iteration {n} to {tmp_path}/ckpt.pt; '
+                                     'go on with --init_from=resume')
+    assert n > 3 and [i for i, _ in losses(tmp_path)] == list(range(n))
+    assert contents(tmp_path).keys() - {'ckpt_best.pt'} == {'ckpt.pt', 'metrics.jsonl'}
+
+
 class ClosedPipe:
     """A stdout whose reader is gone, like `tee` after Ctrl-C has ended the entire pipe."""
 
@@ -133,7 +159,7 @@ def test_an_interrupt_saves_although_the_log_has_no_reader(tmp_path, at_step, mo
     assert load(tmp_path / 'ckpt.pt')['iter_num'] == 4
 
 
-# -- other settings, other checkpoints -----------------------------------------------------------
+# -- other settings, other checkpoints -------------------------------------------------------------
 
 def test_the_shape_comes_from_the_checkpoint_and_other_settings_from_today(tmp_path, capsys):
     trained_args = load(run_train(tmp_path, max_iters=5).path)['model_args']

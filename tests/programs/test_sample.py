@@ -3,6 +3,7 @@ import gc
 import json
 import math
 import pickle
+import re
 import shutil
 import weakref
 
@@ -11,14 +12,34 @@ import torch
 
 import sample
 from config.gpt_config import GPTConfig
+from engine.requests.stopping import SampleText
 from kv.cache import KVCache
 from kv.capacity import prefill_flops
 from kv.plan import plan_kv
 from model import GPT
-from tests.programs.support import ALPHABET, NANOGPT_FORMS, load, run_sample
+from tests.programs.support import (
+    ALPHABET,
+    BOTH,
+    LAUNCH,
+    NANOGPT_FORMS,
+    VANILLA,
+    flags,
+    in_terminal,
+    load,
+    make_fresh,
+    meta_of,
+    run_sample,
+)
 
 RULE = '---------------'
 KINDS = pytest.mark.parametrize('kind', ['vanilla', 'full'])
+LONG = dict(max_new_tokens=60, start='fg')
+ESCAPE = re.compile(r'\x1b\[[0-9;?]*[A-Za-z]')
+INTERRUPTED = ('import engine.requests.stopping as e\nplain = e.SampleText.add\n'
+               'def add(self, token):\n'
+               '    if self.n_tokens == 7: raise KeyboardInterrupt\n'
+               '    return plain(self, token)\n'
+               'e.SampleText.add = add\n')
 
 
 def texts(capsys, folder, **settings):
@@ -118,14 +139,7 @@ def test_json_figures_add_up(capsys, trained, kind, dtype, kv_dtype, stored):
     assert (f['batch'], f['max_seq_len'], f['kv_dtype'], f['weights']) == (2, 14, stored, dtype)
     assert f['kv_bytes'] == plan.nbytes(2, 14, stored) == sum(slot['bytes'] for slot in f['slots'])
     assert f['kv_bytes_vanilla'] == vanilla.nbytes(2, 14, stored)
-    factors = f['factors']
-    equal = factors['heads'] * factors['window'] * factors['sharing']
-    vanilla_bf16 = vanilla.nbytes(2, 14, 'bfloat16')
-    for ratio, product, numerator in (
-            ('kv_ratio', equal, f['kv_bytes_vanilla']),
-            ('kv_ratio_bf16', equal * factors['dtype'], vanilla_bf16)):
-        assert f[ratio] == pytest.approx(product, rel=1e-12)
-        assert f[ratio] == pytest.approx(numerator / f['kv_bytes'], rel=1e-12)
+    assert f['kv_ratio'] == pytest.approx(f['kv_bytes_vanilla'] / f['kv_bytes'], rel=1e-12)
     assert f['prefill_flops'] == prefill_flops(config, plan, f['prompt_tokens'])
     assert f['ttft_ms'] > 0 and f['tpot_ms'] > 0 and f['tokens_per_second'] > 0
 
@@ -157,13 +171,7 @@ def test_random_weights_from_a_shipped_config_need_no_training(capsys, tmp_path)
 
 
 def test_random_weights_prepare_the_data_set_whose_alphabet_they_need(capsys, own_data_root):
-    folder = own_data_root / 'fresh'
-    folder.mkdir()
-    (folder / 'prepare.py').write_text('import shutil, pathlib\n'
-                                       'here = pathlib.Path(__file__).parent\n'
-                                       'def main(argv):\n'
-                                       '    for f in (here.parent / "tiny").iterdir():\n'
-                                       '        shutil.copy(f, here / f.name)\n')
+    make_fresh(own_data_root)
     out = run_sample(capsys, init_from='random', dataset='fresh', n_layer=1, n_head=1, n_embd=8,
                      max_new_tokens=3)
     assert 'preparing dataset fresh' in out and RULE in out
@@ -217,8 +225,115 @@ def test_a_run_is_sampled_without_its_data_set(tmp_path, trained, own_data_root,
     text = run_sample(capsys, **settings)
     (own_data_root / 'tiny' / 'meta.pkl').unlink()
     if left == 'other tokens':
-        letters = ALPHABET.upper()
-        meta = {'vocab_size': len(letters), 'stoi': {c: i for i, c in enumerate(letters)},
-                'itos': dict(enumerate(letters))}
-        (own_data_root / 'tiny' / 'meta.pkl').write_bytes(pickle.dumps(meta))
+        (own_data_root / 'tiny' / 'meta.pkl').write_bytes(pickle.dumps(meta_of(ALPHABET.upper())))
     assert run_sample(capsys, **settings) == text.replace('data/tiny/meta.pkl', 'the checkpoint')
+
+
+# -- stop texts (details: engine/test_stopping.py) -------------------------------------------------
+
+def cut(text, *stops, n_prompt=2):
+    """`text` up to the first stop text after the prompt (none of these overlap)."""
+    ends = [i for i in (text.find(stop, n_prompt) for stop in stops) if i >= 0]
+    return text[:min(ends, default=len(text))]
+
+
+@KINDS
+@pytest.mark.parametrize('parallel', [1, 3])
+@pytest.mark.parametrize('stop, stops', [("['de', ' a', 'j\\n']", ['de', ' a', 'j\n']),
+                                         ("'\\n'", ['\n']), ('aaaaaa', ['aaaaaa'])])
+def test_the_text_ends_before_the_first_stop_text(capsys, trained, kind, parallel, stop, stops):
+    settings = dict(num_samples=3, parallel=parallel, **LONG)
+    whole = texts(capsys, trained[kind], **settings)
+    expected = [cut(text, *stops) for text in whole]
+    assert texts(capsys, trained[kind], stop=stop, **settings) == expected
+    assert (expected == whole) == (stop == 'aaaaaa') and len(set(expected)) > 1
+
+
+def test_a_stop_text_in_the_prompt_does_not_count(capsys, trained):
+    text, = texts(capsys, trained['full'], start='abcdab', max_new_tokens=3, stop='cd',
+                  temperature=0)
+    assert text == texts(capsys, trained['full'], start='abcdab', max_new_tokens=3,
+                         temperature=0)[0]
+    assert len(text) == 9
+    # nor one that begins in the prompt
+    whole, = texts(capsys, trained['full'], start='abc', max_new_tokens=1, temperature=0)
+    assert texts(capsys, trained['full'], start='abc', max_new_tokens=1, temperature=0,
+                 stop=whole[2:]) == [whole]
+
+
+@pytest.mark.parametrize('parallel', [1, 3])
+def test_a_batch_ends_with_its_longest_sample_and_counts_only_needed_tokens(
+        capsys, trained, monkeypatch, parallel):
+    steps, plain = [], sample.Generation.__next__
+    monkeypatch.setattr(sample.Generation, '__next__', lambda g: steps.append(1) or plain(g))
+    settings = dict(num_samples=3, parallel=parallel, **LONG)
+    whole = texts(capsys, trained['full'], **settings)
+    used = [len(cut(text, 'd')) - 2 + 1 for text in whole]  # the stop text's token included
+    steps.clear()
+    f = figures(capsys, trained['full'], stop='d', **settings)
+    assert max(used) < 60 and len(set(used)) > 1
+    assert len(steps) == (max(used) + 1 if parallel == 3 else sum(used) + 3)  # plus the final calls
+    assert f['tokens'] == sum(used)
+    assert f['tpot_ms'] > 0 and f['tokens_per_second'] > 0
+
+
+def test_text_is_printed_as_it_is_made_and_ctrl_c_prints_what_was_held_back(
+        capsys, trained, monkeypatch):
+    whole, = texts(capsys, trained['full'], temperature=0, **LONG)
+    n = whole.index('c', 3) - 2 + 1  # the first n new characters end with 'c'
+    plain, before = SampleText.add, []
+
+    def add(text, token):
+        if text.n_tokens == n:
+            before.append(capsys.readouterr().out)
+            raise KeyboardInterrupt
+        return plain(text, token)
+    monkeypatch.setattr(SampleText, 'add', add)
+    with pytest.raises(KeyboardInterrupt):
+        run_sample(capsys, out_dir=trained['full'], stop='cX', temperature=0, **LONG)
+    assert before[0].endswith(whole[:1 + n]) and capsys.readouterr().out == 'c'
+
+
+def test_an_impossible_stop_text_is_noted(capsys, trained):
+    out = run_sample(capsys, out_dir=trained['full'], stop='\\n')  # not a newline
+    assert "Note: the stop text '\\\\n' cannot come up" in out
+
+
+# -- watch=True, in a terminal and elsewhere (frames: engine/test_watch.py) ------------------------
+
+def watched(data_root, *args, before=''):
+    return in_terminal('-c', before + LAUNCH.format('sample'), data_root, *args, '--watch=True',
+                       '--native=False')
+
+
+@BOTH
+def test_in_a_terminal_lanes_are_drawn_and_each_text_is_printed(capsys, data_root, config):
+    """40 tokens are more than vanilla's block_size: the rest is recomputed."""
+    shape = {name: value for name, value in config.items() if hasattr(GPTConfig, name)}
+    settings = dict(shape, init_from='random', dataset='tiny', start='ab', max_new_tokens=40,
+                    num_samples=2, device='cpu')
+    plain = samples_in(run_sample(capsys, **settings, native=False, report=False))
+    status, out = watched(data_root, *flags(settings), '--parallel=2')
+    visible = ESCAPE.sub('', out)
+    totals = 'tokens/s' + r';\s+past\s+block_size:\s+recomputed' * (config is VANILLA)
+    assert status == 0 and len(plain) == 2
+    for text in plain:
+        assert re.search(totals + re.escape(f'\n{text}\n{RULE}\n'), visible)
+    assert out.rindex('\x1b[?25h') > out.rindex('\x1b[?25l')  # the cursor is back
+    assert 'KV cache, as allocated for 1 x ' in visible.rpartition(RULE)[2]
+
+
+def test_ctrl_c_leaves_the_text_so_far(data_root, trained):
+    args = flags(dict(out_dir=trained['full'], start='ab', temperature=0, device='cpu'))
+    status, out = watched(data_root, *args, before=INTERRUPTED)
+    assert status == 130
+    _, _, end = out.rpartition('\x1b[?25h')
+    assert re.fullmatch(r'ab[ a-j\n]{7}\ninterrupted\n', ESCAPE.sub('', end))
+
+
+def test_elsewhere_a_note_and_the_same_text(capsys, trained):
+    plain = texts(capsys, trained['full'], num_samples=2)
+    out = run_sample(capsys, out_dir=trained['full'], num_samples=2, watch=True, report=False)
+    note = [line for line in out.splitlines() if line.startswith('Note: watch=True')]
+    assert len(note) == 1 and '\x1b' not in out
+    assert out.endswith(note[0] + '\n' + ''.join(f'{text}\n{RULE}\n' for text in plain))

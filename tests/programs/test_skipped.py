@@ -165,9 +165,3 @@ def test_counts_go_on_where_a_run_was_stopped(tmp_path, poisoned):
     rows = run_train(tmp_path, init_from='resume', log_interval=6).rows
     assert [(row['iter'], row['skipped']) for row in rows] == [
         (0, 0), (6, 1), (10, 1), (12, 2), (18, 2), (20, 2)]
-
-
-def test_max_skipped_is_at_least_one(tmp_path):
-    with pytest.raises(UserError, match='max_skipped=0: must be at least 1'):
-        run_train(tmp_path / 'out', max_skipped=0)
-    assert not (tmp_path / 'out').exists()

@@ -102,6 +102,20 @@ def test_what_weights_cannot_follow_is_named(wanted, named):
     assert ('python -m interop.convert' in str(caught.value)) == bool(can_be_pooled)
 
 
+@pytest.mark.filterwarnings('ignore:layer_pattern')
+@pytest.mark.parametrize('old, wanted, named', [
+    (dict(), dict(pos_embedding='learned'), "pos_embedding='learned'"),
+    (dict(layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True),
+     dict(layer_pattern='GGGGGL'), "'GGGGGL'.*layer 2"),
+    # layers 0 and 1 are owners in both, but layer 3 would read K/V of layer 0
+    (dict(layer_pattern='LGLG', share_global_kv=True), dict(layer_pattern='GLLG'),
+     "'GLLG'.*layer 3.*layer 1")])
+def test_another_shape_of_memory_is_refused(old, wanted, named):
+    config = GPTConfig(**SHAPE | dict(n_layer=6, window_size=4, pos_embedding='rope') | old)
+    with pytest.raises(UserError, match=named):
+        adapted(config, wanted)
+
+
 def test_an_optimizer_state_that_is_none_is_named():
     old = GPTConfig(**SHAPE)
     saved = checkpoint(old) | {'optimizer': {'state': 5}}

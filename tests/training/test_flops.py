@@ -20,7 +20,6 @@ from training.flops import (
 VANILLA = dict(block_size=8, vocab_size=11, n_layer=2, n_head=2, n_embd=4)
 
 
-
 def test_grouped_heads_windows_and_readers_by_hand():
     # 4 query heads of 3 with 2 key/value heads; layers 1 and 3 read the K/V of 0 and 2
     config = GPTConfig(block_size=4, vocab_size=7, n_layer=4, n_head=4, head_dim=3, n_embd=5,

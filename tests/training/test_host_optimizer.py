@@ -64,28 +64,6 @@ def test_a_parameter_without_a_gradient_is_left_alone():
                        model_of().transformer.h[1].mlp.c_fc.weight)
 
 
-@pytest.mark.parametrize('first, then', [(HOST, HOST), (HOST, PLAIN), (PLAIN, HOST)],
-                         ids=['host', 'to device', 'to host'])
-def test_a_run_goes_on_with_it_or_without(first, then, tmp_path):
-    model, twin = model_of(), model_of()
-    optimizer, other = make_optimizer(model, first, 'cpu'), make_optimizer(twin, PLAIN, 'cpu')
-    for seed in range(2):
-        step(model, optimizer, seed)
-        step(twin, other, seed)
-    assert str(optimizer_state(optimizer)['state']) == str(optimizer_state(other)['state'])
-    torch.save({'model': model.state_dict(), 'optimizer': optimizer_state(optimizer)},
-               tmp_path / 'saved.pt')
-    saved = torch.load(tmp_path / 'saved.pt', weights_only=True)
-    model = model_of()
-    optimizer = make_optimizer(model, then, 'cpu')
-    model.load_state_dict(saved['model'])  # behind the optimizer's back
-    load_optimizer(optimizer, saved['optimizer'])
-    for seed in range(2, 4):
-        step(model, optimizer, seed)
-        step(twin, other, seed)
-    assert_equal(weights(model), weights(twin))
-
-
 def test_the_settings_of_this_run_are_kept():
     (_, optimizer), (twin, other) = both()
     step(twin, other, 0)

@@ -107,8 +107,6 @@ def test_extreme_logits_neither_overflow_nor_lose_the_sum():
     assert truth[0] > 1e5 and max(mine) < max(1e-3, 2 * max(theirs))
 
 
-
-
 def test_with_a_frozen_weight_and_without_gradients():
     x, weight, targets = problem(7)
     wanted = with_gradients(plain, x, weight, targets)

@@ -1,4 +1,4 @@
-"""Optimizers, the size of their state, and schedules (runs: programs/test_optimizers.py)."""
+"""Optimizers, the size of their state, and schedules (runs: programs/test_train_settings.py)."""
 import copy
 import sys
 from types import SimpleNamespace
@@ -153,20 +153,30 @@ def test_without_torchao_it_says_what_to_install(monkeypatch):
 
 # -- learning rate
 
-WSD = dict(decay_lr=True, lr_schedule='wsd', learning_rate=1.0, min_lr=0.2, warmup_iters=10,
-           lr_decay_iters=110,
-           cooldown_iters=40)
+WSD = dict(lr_schedule='wsd', min_lr=0.2, cooldown_iters=40)
 
 
-@pytest.mark.parametrize('it, lr', [
-    (0, 1 / 11), (9, 10 / 11), (10, 1.0), (70, 1.0), (71, 0.98), (109, 0.22), (110, 0.2),
-    (10 ** 6, 0.2)])
-def test_warm_up_stable_decay(it, lr):
-    assert learning_rate_at(it, SimpleNamespace(**WSD)) == pytest.approx(lr, rel=1e-12)
+def rate(it, **changes):
+    """nanoGPT's schedule, with 10 iterations of warmup and 100 of decay, unless it is changed."""
+    s = dict(decay_lr=True, lr_schedule='cosine', learning_rate=1.0, min_lr=0.1, warmup_iters=10,
+             lr_decay_iters=110)
+    return learning_rate_at(it, SimpleNamespace(**s | changes))
+
+
+@pytest.mark.parametrize('changes, rates', [
+    ({}, {0: 1 / 11, 9: 10 / 11, 10: 1.0, 35: 0.1 + 0.45 * (1 + 2 ** -0.5), 60: 0.55, 110: 0.1,
+          111: 0.1, 10 ** 6: 0.1}),
+    (WSD, {0: 1 / 11, 9: 10 / 11, 10: 1.0, 70: 1.0, 71: 0.98, 109: 0.22, 110: 0.2, 10 ** 6: 0.2}),
+    (dict(decay_lr=False), {0: 1.0, 999: 1.0}),
+    (WSD | dict(decay_lr=False), {50: 1.0}),
+    (dict(warmup_iters=5, lr_decay_iters=5), {4: 5 / 6, 5: 0.1, 6: 0.1}),
+    (dict(warmup_iters=0), {0: 1.0})], ids=str)
+def test_schedules(changes, rates):
+    assert {it: rate(it, **changes) for it in rates} == pytest.approx(rates, rel=1e-12)
 
 
 def test_the_decay_takes_a_fifth_unless_it_is_said():
-    s = SimpleNamespace(**WSD | dict(cooldown_iters=0))
-    assert cooldown(s) == 22 and learning_rate_at(88, s) == 1.0 > learning_rate_at(89, s)
+    fifth = WSD | dict(cooldown_iters=0)
+    assert rate(88, **fifth) == 1.0 > rate(89, **fifth)
+    assert cooldown(SimpleNamespace(cooldown_iters=0, lr_decay_iters=110)) == 22
     assert cooldown(SimpleNamespace(cooldown_iters=0, lr_decay_iters=3)) == 1
-    assert learning_rate_at(50, SimpleNamespace(**WSD | dict(decay_lr=False))) == 1.0

@@ -1,9 +1,10 @@
-"""Parts of a training step: batches, schedule, optimizer groups, signals, device."""
+"""Parts of a training step: batches, optimizer groups, signals, device."""
+import ctypes
 import mmap
 import random
 import signal
 import sys
-from types import SimpleNamespace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,12 +16,13 @@ from data.making.writer import write_dataset
 from model import GPT, GPTConfig
 from training.batches import TokenBatches
 from training.checkpoint import rng_state, save_checkpoint, set_rng_state
-from training.device import MemoryUse, memory_use, pick_device, pick_dtype
+from training.device import MemoryUse, memory_use, pick_device, pick_dtype, slow_matmuls
 from training.log import read_metrics
-from training.optim import configure_optimizers, learning_rate_at
+from training.optim import configure_optimizers
 from training.signals import StopRequest
 
-CPU = torch.device('cpu')
+AMD, INTEL = 'vendor_id : AuthenticAMD\nflags : avx2 avx512f', 'vendor_id : GenuineIntel\navx512f'
+CPU, F32 = torch.device('cpu'), torch.float32
 
 
 @pytest.fixture
@@ -51,7 +53,7 @@ def test_the_last_token_is_reached_and_no_window_is_cut(batches):
 
 def test_ranks_share_the_evaluation(folder):
     def windows(**ranks):
-        batches = TokenBatches(folder, 8, 4, torch.device('cpu'), **ranks)
+        batches = TokenBatches(folder, 8, 4, CPU, **ranks)
         return [x for x, _ in batches.evaluation('val', 5, seed=7)]
     shared = [windows(rank=rank, world_size=2) for rank in range(2)]
     assert [len(part) for part in shared] == [3, 2]
@@ -76,28 +78,6 @@ def test_exactly_block_size_tokens_are_too_few_and_one_more_is_enough(tmp_path):
         TokenBatches(tmp_path, 8, 4, CPU)
     write_dataset(tmp_path, {'train': np.arange(9), 'val': np.arange(9)}, None)
     assert TokenBatches(tmp_path, 8, 4, CPU).next()[1][0].tolist() == list(range(1, 9))
-
-
-# -- learning rate
-
-def schedule(it, **changes):
-    s = dict(decay_lr=True, lr_schedule='cosine', learning_rate=1.0, min_lr=0.1, warmup_iters=10,
-             lr_decay_iters=110)
-    return learning_rate_at(it, SimpleNamespace(**(s | changes)))
-
-
-@pytest.mark.parametrize('it, lr', [
-    (0, 1 / 11), (9, 10 / 11), (10, 1.0), (35, 0.1 + 0.45 * (1 + 2 ** -0.5)), (60, 0.55),
-    (110, 0.1), (111, 0.1), (10 ** 6, 0.1)])
-def test_schedule_is_nanogpts(it, lr):
-    assert schedule(it) == pytest.approx(lr, rel=1e-12)
-
-
-def test_schedule_without_decay_or_between_equal_ends():
-    assert schedule(0, decay_lr=False) == schedule(999, decay_lr=False) == 1.0
-    rates = [schedule(it, warmup_iters=5, lr_decay_iters=5) for it in (4, 5, 6)]
-    assert rates == [pytest.approx(5 / 6), 0.1, 0.1]
-    assert schedule(0, warmup_iters=0) == 1.0
 
 
 # -- optimizer
@@ -175,6 +155,26 @@ def test_without_a_gpu_it_is_said_why(monkeypatch, built, why):
 def test_auto_dtype_is_float32_off_cuda():
     assert pick_dtype('auto', CPU) == torch.float32
     assert pick_dtype('bfloat16', CPU) == torch.bfloat16
+
+
+@pytest.mark.parametrize('cpu, device, dtype, overridden, noted', [
+    (AMD, CPU, F32, False, True), (AMD, CPU, F32, True, False), (INTEL, CPU, F32, False, False),
+    (AMD.replace('avx512f', ''), CPU, F32, False, False),
+    (AMD, torch.device('cuda'), F32, False, False), (AMD, CPU, torch.bfloat16, False, False),
+    (None, CPU, F32, False, False)])
+def test_matmuls_that_mkl_slows_down(monkeypatch, cpu, device, dtype, overridden, noted):
+    def read_text(path, **how):
+        assert str(path) == '/proc/cpuinfo'
+        if cpu is None:
+            raise FileNotFoundError
+        return cpu
+
+    class Preloaded:
+        mkl_serv_intel_cpu_true = None
+    monkeypatch.setattr(Path, 'read_text', read_text)
+    monkeypatch.setattr(torch.backends.mkl, 'is_available', lambda: True)
+    monkeypatch.setattr(ctypes, 'CDLL', lambda name: Preloaded() if overridden else object())
+    assert ('twice as fast' in slow_matmuls(device, dtype)) == noted
 
 
 # -- memory

@@ -87,28 +87,19 @@ def test_sparse_runs_can_be_drawn(tmp_path, lines):
     assert (tmp_path / 'b.png').read_bytes().startswith(PNG)
 
 
-def test_folders_without_metrics(out, tmp_path):
-    refused([out, 'nowhere'], "'nowhere/metrics.jsonl'", 'nothing was logged')
-    write(tmp_path / 'empty', [])
-    refused(['empty'], 'empty/metrics.jsonl', 'nothing was logged')
-
-
-@pytest.mark.parametrize('text', [b'[1]\n', b'{"iter": "a"}\n', b'{"loss": 1}\n',
-                                  b'{"iter": 0, "loss": [1]}\n', b'\xff\n'])
-def test_files_that_are_no_metrics(out, tmp_path, text):
-    (tmp_path / 'out' / 'metrics.jsonl').write_bytes(text)
-    refused(['out'], 'out/metrics.jsonl')
-
-
-def test_an_axis_that_was_not_logged(out, tmp_path):
-    write(tmp_path / 'out', [dict(iter=0, loss=1.0)])
-    refused(['out', '--x=tokens'], 'tokens_per_second', '--x=iter')
-
-
-@pytest.mark.parametrize('path', ['no/such/folder.png', 'loss.abacus'])
-def test_outputs_that_cannot_be_written(out, tmp_path, path):
-    refused([out, f'--out={path}'], path, 'cannot be written')
-    assert not (tmp_path / path).is_file()
+@pytest.mark.parametrize('content, argv, named', [
+    (None, ['nowhere'], ["'nowhere/metrics.jsonl'", 'nothing was logged']),
+    (b'', [], ['out/metrics.jsonl', 'nothing was logged']),
+    *((text, [], ['out/metrics.jsonl']) for text in (
+        b'[1]\n', b'{"iter": "a"}\n', b'{"loss": 1}\n', b'{"iter": 0, "loss": [1]}\n', b'\xff\n')),
+    (b'{"iter": 0, "loss": 1.0}\n', ['--x=tokens'], ['tokens_per_second', '--x=iter']),
+    *((None, [f'--out={path}'], [path, 'cannot be written'])
+      for path in ('no/such/folder.png', 'loss.abacus'))])
+def test_what_is_refused(out, tmp_path, content, argv, named):
+    if content is not None:
+        (tmp_path / 'out' / 'metrics.jsonl').write_bytes(content)
+    refused(['out', *argv], *named)
+    assert [path.name for path in tmp_path.rglob('*') if path.is_file()] == ['metrics.jsonl']
 
 
 def test_matplotlib_missing(out, monkeypatch):

@@ -8,14 +8,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import model as model_module
-import train
 import training.loss
 from attention import causal_attention
 from attention.rope import apply_rope
 from model import GPT, GPTConfig
 from tests.helpers.models import FULL_STACK, tokens
-from tests.programs.support import FULL_STACK as FULL_STACK_RUN
-from tests.programs.support import VANILLA, load, make_tiny, run_train
 from training.loss import cross_entropy, linear_cross_entropy
 
 HALF = pytest.mark.parametrize('half', [torch.bfloat16, torch.float16], ids=['bf16', 'fp16'])
@@ -130,33 +127,6 @@ def test_the_loss_is_the_float32_loss_of_the_half_logits(half, chunked, monkeypa
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
     in_half = F.cross_entropy(logits, targets)
     assert abs(in_half.item() - wanted.item()) > 1e-5 * wanted.item()
-
-
-@pytest.fixture
-def tiny(tmp_path, monkeypatch):
-    make_tiny(tmp_path / 'data')
-    monkeypatch.setattr(train, 'DATA_ROOT', tmp_path / 'data')
-
-
-@pytest.mark.parametrize('config, dtype', [(FULL_STACK_RUN, 'bfloat16'), (VANILLA, 'float16')])
-def test_training_stays_near_float32_and_keeps_its_state_there(tmp_path, tiny, monkeypatch, config,
-                                                               dtype):
-    monkeypatch.setattr(training.loss, 'CHUNK_BYTES', {'cpu': 4 * 12 * 16})  # several chunks
-    settings = dict(config, max_iters=2, eval_interval=2, gradient_accumulation_steps=2)
-    scale = 65536.0 if dtype == 'float16' else None
-    exact = run_train(tmp_path / 'a', settings, dtype='float32').rows
-    half = run_train(tmp_path / 'b', settings, dtype=dtype).rows
-    for a, b in zip(exact, half):
-        assert a['loss'] == pytest.approx(b['loss'], abs=0.01) and a['loss'] != b['loss']
-        assert b['skipped'] == 0
-        # of the unscaled gradients
-        assert a['grad_norm'] == pytest.approx(b['grad_norm'], rel=0.05)
-        assert b.get('loss_scale') == scale and 'loss_scale' not in a
-    saved = load(tmp_path / 'b' / 'ckpt.pt')
-    assert {x.dtype for x in saved['model'].values()} == {torch.float32}
-    moments = [x for state in saved['optimizer']['state'].values() for x in state.values()]
-    assert moments and {x.dtype for x in moments} == {torch.float32}
-    assert saved['scaler'].get('scale') == scale
 
 
 class SoftmaxTypes(TorchDispatchMode):

@@ -6,15 +6,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import train
 import training.loss
 import training.offload
 from config.errors import UserError
 from model import GPT, GPTConfig
 from tests.helpers.mechanisms import CHANGES, STACK
 from tests.helpers.models import FULL_STACK, VOCAB, tokens
-from tests.programs.support import VANILLA as VANILLA_RUN
-from tests.programs.support import flags
 from training.loss import linear_cross_entropy
 from training.recompute import ATTENTION, MATMULS, Recompute, set_recompute
 
@@ -194,17 +191,6 @@ def test_other_names_are_refused_with_those_that_are_allowed(name):
         allowed = 'K must be a whole number from 1 to n_layer=4'
     with pytest.raises(UserError, match=f"recompute='{name}': {allowed}"):
         new_model('vanilla', name)
-
-
-@pytest.mark.parametrize('settings, message', [
-    (dict(recompute='offload', compile=True),
-     "recompute='offload' .* torch.compile .* --compile=False"),
-    (dict(checkpoint_blocks=True, recompute='mlp'),
-     "checkpoint_blocks=True means recompute='block', not 'mlp'")])
-def test_settings_that_exclude_each_other(tmp_path, settings, message):
-    with pytest.raises(UserError, match=message):
-        train.main(flags(dict(VANILLA_RUN, out_dir=tmp_path / 'out') | settings))
-    assert not (tmp_path / 'out').exists()
 
 
 @pytest.mark.parametrize('shape', SHAPES)

@@ -1,11 +1,25 @@
-"""Files that were in out_dir before a run: none are lost, whatever is started there by mistake."""
+"""Files that were in out_dir before a run: none are lost, whatever is started there by mistake.
+Of two runs at once, one writes."""
 import os
 import shutil
 import signal
 
 import pytest
 
-from tests.programs.support import contents, load, metrics, no_links, raise_signal, run_train
+import sample
+from config.errors import UserError
+from config.folder_lock import only_writer
+from tests.programs.support import (
+    VANILLA,
+    contents,
+    flags,
+    load,
+    metrics,
+    no_links,
+    raise_signal,
+    run_train,
+    start_program,
+)
 from training.batches import TokenBatches
 
 
@@ -68,3 +82,44 @@ def test_a_damaged_metrics_file_does_not_keep_a_run_from_resuming(old, line):
     run_train(old, init_from='resume', max_iters=20)
     assert [row['iter'] for row in metrics(old)] == [0, 1, 2, 3, *range(10, 21)]
     assert contents(old).keys() == {'ckpt.pt', 'metrics.jsonl'}
+
+
+# -- two runs at once ------------------------------------------------------------------------------
+
+def test_the_second_is_refused_before_it_writes_or_loads_anything(tmp_path, capsys):
+    out = tmp_path / 'out'
+    run_train(out)
+    before = contents(out)
+    capsys.readouterr()
+    with only_writer(out, ''):
+        for settings in ({}, dict(init_from='resume', max_iters=30)):
+            with pytest.raises(UserError, match='give another --out_dir') as refused:
+                run_train(out, **settings)
+            holder = f'{out} is being written by process {os.getpid()} on '
+            assert str(refused.value).startswith(holder)
+        after = contents(out)
+        assert '.lock' in after and after | before == after
+        assert after.keys() - before.keys() == {'.lock'}
+        assert 'Resuming' not in capsys.readouterr().out
+
+
+def test_readers_need_no_lock(tmp_path, capsys):
+    out = tmp_path / 'out'
+    run_train(out, max_iters=3)
+    with only_writer(out, ''):
+        run_train(out, init_from='resume', eval_only=True)
+        assert 'val loss' in capsys.readouterr().out
+        sample.main(flags(dict(out_dir=out, num_samples=1, max_new_tokens=5, device='cpu')))
+
+
+@pytest.mark.slow
+def test_under_torchrun(tmp_path, data_root):
+    """Rank 0 holds the lock: all processes of a second launch are refused."""
+    out = tmp_path / 'out'
+    settings = VANILLA | dict(out_dir=out, gradient_accumulation_steps=2)
+    with only_writer(out, ''):
+        refused = start_program('train', *flags(settings), data_root=data_root,
+                                torchrun=['--standalone', '--nproc_per_node=2'])
+        _, err = refused.communicate(timeout=120)
+        assert refused.returncode != 0 and 'is being written by process' in err
+        assert contents(out).keys() == {'.lock'}

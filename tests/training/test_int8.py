@@ -1,0 +1,202 @@
+"""Training in int8, and for int8 weights: products round, gradients stay close to float32's, and
+nothing else changes."""
+import copy
+import sys
+
+import pytest
+import torch
+from torch.nn import Linear
+from torch.nn import functional as F
+
+from config.errors import UserError
+from engine.weights.quantize import quantize_weights
+from kv.int8_rows import quantize_rows
+from model import GPT, GPTConfig
+from tests.helpers.mechanisms import CHANGES, STACK
+from tests.helpers.models import random_model, tokens
+from tests.helpers.optim import backward, model_of
+from training import int8_training
+from training.device import autocast
+from training.int8_forward import RoundedLinear, train_for_int8
+from training.int8_training import train_in_int8
+
+CLAMPED = dict(STACK, act_clamp=1.0, kv_quant_train='int8', bias=True)
+BOTH = pytest.mark.parametrize('change', [train_for_int8, train_in_int8])
+
+
+def rounding(config, seed=0):
+    model = random_model(GPTConfig(**config), torch.float32, seed)
+    train_for_int8(model)
+    return model
+
+
+def pair(bias=True, change=train_in_int8):
+    model, plain = model_of(bias), model_of(bias)
+    change(model)
+    return model, plain
+
+
+def relative_gaps(model, plain):
+    return {name: ((p.grad - q.grad).norm() / q.grad.norm()).item()
+            for (name, p), q in zip(model.named_parameters(), plain.parameters())}
+
+
+# -- both
+
+@BOTH
+def test_under_autocast_outputs_are_halves_and_gradients_float32(change):
+    model, plain = pair(change=change)
+    with autocast(torch.device('cpu'), torch.bfloat16):
+        y = model.transformer.h[0].mlp.c_fc(torch.randn(1, 4, 64))
+        backward(model, 0)
+    backward(plain, 0)
+    assert y.dtype == torch.bfloat16
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+    assert max(relative_gaps(model, plain).values()) < 0.3
+
+
+@BOTH
+@pytest.mark.parametrize('value', [torch.nan, torch.inf])
+def test_what_is_not_finite_is_not_lost(change, value):
+    layer, x = pair(change=change)[0].transformer.h[0].mlp.c_fc, torch.randn(1, 4, 64)
+    x[0, 1, 2] = value
+    y = layer(x)
+    assert not y[0, 1].isfinite().any() and y[0, [0, 2, 3]].isfinite().all()
+
+
+# -- the products in int8
+
+@pytest.mark.parametrize('bias', [True, False])
+def test_gradients_are_near_those_of_float32(bias):
+    model, plain = pair(bias)
+    for m in (model, plain):
+        backward(m, 0)
+    gaps = relative_gaps(model, plain).values()
+    assert 1e-4 < max(gaps) < 0.05 and min(gaps) > 0
+
+
+def test_products_are_those_of_rounded_numbers():
+    """A layer against its definition in float64: one scale per row of each factor."""
+    torch.manual_seed(1)
+    model, _ = pair()
+    layer, x = model.transformer.h[0].mlp.c_fc, torch.randn(3, 5, 64, requires_grad=True)
+    dy = torch.randn(3, 5, 256)
+    layer(x).backward(dy)
+
+    def rounded(a):
+        scale = a.abs().amax(1, keepdim=True) / 127
+        return (a / scale).round().double() * scale.double()
+    flat, w, d = x.detach().view(15, 64), layer.weight.detach(), dy.view(15, 256)
+    with torch.no_grad():
+        y = layer(x).view(15, 256)
+    torch.testing.assert_close(y.double(), rounded(flat) @ rounded(w).T + layer.bias.double(),
+                               rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(x.grad.view(15, 64).double(),
+                               rounded(d) @ rounded(w.T.contiguous()).T, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(layer.weight.grad.double(),
+                               rounded(d.T.contiguous()) @ rounded(flat.T.contiguous()).T,
+                               rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(layer.bias.grad, d.sum(0))
+
+
+def test_evaluation_and_checkpoints_know_nothing_of_it():
+    model, plain = pair()
+    idx = torch.arange(8)[None]
+    assert not torch.equal(model(idx, idx)[0], plain(idx, idx)[0])
+    assert torch.equal(model.eval()(idx, idx)[0], plain.eval()(idx, idx)[0])
+    assert model.state_dict().keys() == plain.state_dict().keys()
+
+
+@pytest.mark.parametrize('dtype, device',
+                         [(torch.float16, 'cuda'), (torch.float16, 'cpu'), (torch.float32, 'mps')])
+def test_where_it_cannot_serve(dtype, device):
+    with pytest.raises(UserError, match='int8_training'):
+        int8_training.check(dtype, torch.device(device))
+
+
+def test_without_torchao_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'torchao.prototype.quantized_training', None)
+    int8_training.int8_linear.cache_clear()
+    with pytest.raises(UserError, match=r'int8_training=True needs the torchao.*\[int8\]'):
+        train_in_int8(model_of())
+
+
+# -- rounded for an engine with int8 weights
+
+@pytest.mark.parametrize('config, native', [
+    (STACK, True), (CLAMPED, False), (STACK | CHANGES['latents'], True)],
+    ids=['full stack', 'clamp and int8 KV, without the extension', 'latents'])
+def test_the_blocks_are_those_of_the_quantized_engine(config, native, monkeypatch):
+    if not native:
+        monkeypatch.setattr('engine.native.library', lambda: None)
+    model = rounding(config)
+    plain = random_model(GPTConfig(**config), torch.float32)
+    engine = copy.deepcopy(plain)
+    quantize_weights(engine, 'int8')
+    engine.lm_head, engine.transformer.wte = plain.lm_head, plain.transformer.wte
+    idx = tokens(2, 40)
+    with torch.no_grad():
+        ours, theirs, unrounded = (m(idx, all_logits=True)[0] for m in (model, engine, plain))
+    assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
+    assert (ours - unrounded).abs().max() > 1e-3 * theirs.abs().max()
+    again, losses = model.train()(idx, idx), engine(idx, idx)
+    assert again[1].item() == pytest.approx(losses[1].item(), rel=1e-5)
+
+
+@pytest.mark.parametrize('bias', [True, False])
+def test_gradients_are_straight_through(bias):
+    """Those of autograd for x + (rounded - x).detach(), and the same for the weight."""
+    torch.manual_seed(0)
+    layer = Linear(12, 20, bias=bias)
+    x, dy = torch.randn(2, 5, 12, requires_grad=True), torch.randn(2, 5, 20)
+
+    def straight_through(a):
+        values, scale = quantize_rows(a.detach().flatten(0, -2))
+        return a + ((values * scale).view_as(a) - a).detach()
+    expected = F.linear(straight_through(x), straight_through(layer.weight), layer.bias)
+    inputs = [x, *layer.parameters()]
+    wanted = torch.autograd.grad(expected, inputs, dy)
+    layer.__class__ = RoundedLinear
+    found = layer(x)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    for a, b in zip(torch.autograd.grad(found, inputs, dy), wanted):
+        assert a.shape == b.shape and (a - b).abs().max() <= 1e-5
+
+
+def test_every_matrix_of_blocks_rounds_and_nothing_else_changes():
+    model = rounding(STACK)
+    linears = [m for m in model.transformer.h.modules() if isinstance(m, Linear)]
+    assert len(linears) == 4 * 7 and {type(m) for m in linears} == {RoundedLinear}
+    assert type(model.lm_head) is Linear
+    plain = GPT(GPTConfig(**STACK))
+    assert {name: x.shape for name, x in model.state_dict().items()} == {
+        name: x.shape for name, x in plain.state_dict().items()}
+    plain.load_state_dict(model.state_dict())  # a checkpoint has no more tensors
+
+
+def test_inputs_are_clamped_before_they_are_rounded():
+    """An outlier would otherwise set the scale of its token."""
+    limit = 0.5
+    model = rounding(dict(STACK, act_clamp=limit))
+    layer = model.transformer.h[0].mlp.c_fc
+    x = torch.randn(3, 24)
+    x[:, 0] = 1000
+    with torch.no_grad():
+        assert torch.equal(layer(x), layer(x.clamp(-limit, limit)))
+        gap = (layer(x) - F.linear(x.clamp(-limit, limit), layer.weight, layer.bias)).abs().max()
+    assert gap < 0.02
+
+
+@pytest.mark.slow
+def test_compiled_for_int8():
+    torch._dynamo.reset()
+    model, idx = rounding(CLAMPED).train(), tokens(2, 20)
+    loss = model(idx, idx)[1]
+    loss.backward()
+    wanted = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    again = torch.compile(model, backend='aot_eager', fullgraph=True)(idx, idx)[1]
+    again.backward()
+    assert again.item() == pytest.approx(loss.item(), rel=1e-5)
+    for p, grad in zip(model.parameters(), wanted):
+        torch.testing.assert_close(p.grad, grad, rtol=1e-3, atol=1e-4)
