@@ -115,7 +115,8 @@ def run_jobs(jobs: list[Job], devices: list[str], at_once: int = 1) -> dict[str,
                             console.print(f'{job.name}: failed: {error}', style='red', **plain)
                         else:
                             console.print(f'{job.name}: done ({n_ended} of {len(jobs)})', **plain)
-                bar.update(task, completed=sum(job.iteration() for job in jobs))
+                if not bar.disable:  # it reads the metrics of all jobs
+                    bar.update(task, completed=sum(job.iteration() for job in jobs))
                 time.sleep(POLL if running else 0)
         finally:
             for job in running:

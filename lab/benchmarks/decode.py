@@ -24,7 +24,7 @@ class DecodeRound:
     def __init__(self, model, batch: int, held: int, max_seq_len: int, steps: int, kv_dtype: str,
                  compiled: bool = False, captured: bool = True):
         self.model, self.held, self.steps = model, held, steps
-        self.cache = model.new_cache(batch, max_seq_len, kv_dtype)
+        self.cache = setting.make_cache(model, batch, max_seq_len, kv_dtype)
         self.decode = fast_decode(model, self.cache, captured, compiled)
         self.first = setting.random_tokens(model, batch, 1)                   # (B, 1)
 

@@ -120,6 +120,18 @@ def prepared(model: GPT, s, parameters: torch.dtype | None = None) -> GPT:
     return model
 
 
+def make_cache(model, batch: int, max_seq_len: int, kv_dtype: str):
+    """Like `model.new_cache`, but UserError if it is larger than this machine's memory: the system
+    may kill the program only later."""
+    planned = model.plan.nbytes(batch, max_seq_len, model.resolved_kv_dtype(kv_dtype))
+    memory = physical_memory()
+    if model.device.type == 'cpu' and memory and planned > memory:
+        raise UserError(f'a cache of {batch} x {max_seq_len} tokens takes {planned / 1e9:.1f} GB, '
+                        f'this machine has {memory / 1e9:.1f} GB: ask for fewer or shorter '
+                        'sequences')
+    return model.new_cache(batch, max_seq_len, kv_dtype)
+
+
 def make_engine(model, rows: int, max_seq_len: int, s, **options) -> Engine:
     chunk = {'prefill_chunk': s.prefill_chunk} if s.prefill_chunk else {}
     return Engine(model, rows, max_seq_len, s.kv_dtype, captured=s.captured, **chunk, **options)

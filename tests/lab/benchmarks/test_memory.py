@@ -9,6 +9,7 @@ from config.errors import UserError
 from config.gpt_config import GPTConfig
 from engine.weights.quantize import weight_bytes
 from kv.plan import plan_kv
+from lab.benchmarks import setting
 from lab.benchmarks.bandwidth import kv_read_per_step, most_sequences, weight_read_bytes
 from tests.helpers.models import FULL_STACK, VOCAB, random_model
 
@@ -81,3 +82,10 @@ def test_the_largest_batch_that_fits(budget, fit):
                      'kv_bytes_of_one_more': (fit + 1) * ONE}
     with pytest.raises(UserError, match=rf"budget=.* 40 tokens takes {ONE:,} bytes"):
         most_sequences(MODEL.plan, ONE - 1, 40, 'int8')
+
+
+def test_a_cache_larger_than_the_machine_is_refused():
+    model = random_model(GPTConfig(**FULL_STACK), torch.float32)
+    with pytest.raises(UserError, match=r'takes \d+\.\d GB, this machine has'):
+        setting.make_cache(model, 1, 10 ** 13, 'float32')
+    assert setting.make_cache(model, 1, 10, 'float32').max_seq_len == 10
