@@ -33,7 +33,7 @@ BUDGETS = {
     'kv/': 1_371,  # without the core
     'data/': 2_699,
     'config/ configurator.py': 1_977,
-    'tests/': 29_020,
+    'tests/': 29_023,
 }
 house = pytest.mark.house
 
