@@ -107,8 +107,8 @@ def memory_of_facts(config: dict) -> Memory:
     for name in (*names, 'hidden_size', 'sliding_window'):
         value = config.get(name)
         if value is not None and (type(value) is not int or value < 1):
-            raise UserError(f'this config has {name}={shown(value)}: must be a whole number of 1 or '
-                            'more')
+            raise UserError(f'this config has {name}={shown(value)}: must be a whole number of at '
+                            'least 1')
     facts = {name: config.get(name) for name in names}
     if not facts['head_dim'] and model_type in DIVIDED and facts['num_attention_heads']:
         facts['head_dim'] = config.get('hidden_size', 0) // facts['num_attention_heads']
