@@ -60,7 +60,9 @@ def matrices(config: GPTConfig, plan: KVPlan, layer: Layer) -> list[tuple[int, i
     and the two of the MLP, which may have biases; with latents also k_up and v_up, without."""
     C, M, read = config.n_embd, config.resolved_mlp_hidden, plan.n_head * plan.head_dim
     slot = plan.slots[layer.slot]
-    stored = layer.owns * (2 - slot.tied) * slot.n_kv_head * slot.head_dim
+    stored = slot.n_kv_head * slot.head_dim if layer.owns else 0  # of K, which may be V
+    if not slot.tied:
+        stored *= 2
     ups = [(slot.head_dim, read)] * 2 if slot.latent else []
     return [(C, read + stored), (read, C), (C, M), (M, C), *ups]
 

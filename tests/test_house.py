@@ -24,13 +24,13 @@ CORE_TOKENS = 15_500
 # number. These are the sizes of today; the aim is 24,000 lines without tests, 22,500 of tests.
 BUDGETS = {
     'train.py sample.py chat.py serve.py ablate.py bench.py': 1_030,
-    'lab/': 6_599,
+    'lab/': 6_600,
     'serving/': 1_465,
-    'interop/': 1_896,
+    'interop/': 1_898,
     'training/': 3_919,
     'engine/': 5_085,
     'attention/kernels/': 815,
-    'kv/': 1_371,  # without the core
+    'kv/': 1_373,  # without the core
     'data/': 2_699,
     'config/ configurator.py': 1_977,
     'tests/': 29_023,

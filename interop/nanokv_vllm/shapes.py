@@ -24,7 +24,9 @@ def shapes(config: NanoKVConfig) -> dict[str, tuple[int, ...]]:
         add(f'{prefix}.ln_1', C)
         add(f'{prefix}.ln_2', C)
         latent = config.latent(layer)
-        own = owns * (2 - config.tied(layer)) * (latent or n_kv_head * D)
+        own = (latent or n_kv_head * D) if owns else 0  # rows of K, which may be V
+        if not config.tied(layer):
+            own *= 2
         add(f'{prefix}.attn.c_attn', n_head * D + own, C)
         add(f'{prefix}.attn.c_proj', C, n_head * D)
         add(f'{prefix}.mlp.c_fc', M, C)

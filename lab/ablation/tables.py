@@ -45,7 +45,8 @@ def headline(summary: dict, side: bool = False) -> Table:
     def against(key):
         def starred(row):
             found = row.get(f'against_{key}')
-            return plus_minus(found) + '*' * bool(found and found.get('stands'))
+            star = '*' if found and found.get('stands') else ''
+            return plus_minus(found) + star
         return starred
 
     def seeds(row):
