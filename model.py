@@ -80,30 +80,28 @@ class CausalSelfAttention(nn.Module):
         if config.attn_sink:
             self.sink = nn.Parameter(torch.zeros(self.n_head))
 
-    def forward(self, x, rope=None, kv=None, cache=None, trim=None):
-        """x (B, t, C) -> (B, t, C), and the (K, V) that later layers of this slot read.
-
-        rope: (cos, sin) for these positions, or None. kv: in a reading layer, the owner's (K, V),
-        each (B, Hkv, t, D); with a cache, the cache provides them. trim: the cache's step if only
-        each row's last token is needed; then the output is (B, 1, C).
-        """
+    def queries_keys_values(self, x, rope=None, cache=None):
+        """x (B, t, C) -> q (B, H, t, D), and in an owner its (K, V), each (B, Hkv, t, D), otherwise
+        None. rope: (cos, sin) for these positions, or None."""
         heads = self.c_attn(x).view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
         q, *own = heads.split(self.head_counts, dim=1)                # (B, H, t, D)
-        q = norm_and_rotate(q, self.q_norm, rope)
-        if self.layer.owns:
-            kv = self.keys_and_values(own, rope, cache)
+        kv = self.keys_and_values(own, rope, cache) if self.layer.owns else None
+        return norm_and_rotate(q, self.q_norm, rope), kv
 
-        if trim:  # K and V are complete: from here on, only the last token is needed
-            q = trim.last(q)
-            rope = rope and [trim.last(table) for table in rope]
+    def forward(self, q, kv, rope=None, cache=None):
+        """q (B, H, t, D) -> (B, t, C), after attention.
+
+        kv: (K, V) of the slot's owner. With a cache, which stores them, a reading layer has None.
+        rope: (cos, sin) for the positions of q, or None.
+        """
         if cache is None:
             y = self.attend_to_sequence(q, *kv)
         else:
-            y, kv = self.attend_to_cache(q, kv, cache), None
+            y = self.attend_to_cache(q, kv, cache)
         if self.slot.tied and rope:  # V is rotated: rotate back, so that only distances matter
             cos, sin = rope
             y = apply_rope(y, cos, -sin)
-        return self.project(y), kv
+        return self.project(y)
 
     def keys_and_values(self, own, rope, cache):
         """The K and V that an owner stores, each (B, Hkv, t, D), from c_attn's output."""
@@ -191,10 +189,23 @@ class Block(nn.Module):
         self.ln_2 = LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x, rope=None, kv=None, cache=None, trim=None):
-        y, kv = self.attn(self.ln_1(x), rope, kv, cache, trim)
-        x = (trim.last(x) if trim else x) + y
-        return x + self.feed_forward(x), kv
+    def forward(self, x, rope, kv=None, cache=None, trim=None):
+        """x (B, t, C) -> the block's output, the (K, V) that later layers of its slot read (None
+        with a cache, which stores them), and rope.
+
+        rope: kind of layer -> (cos, sin) for these positions; kinds without positions are missing.
+        kv: in a layer that reads, its owner's (K, V). trim: the cache's step if only each row's
+        last token is needed once K and V are stored; then output and rope are of those.
+        """
+        kind = self.attn.layer.kind
+        q, own = self.attn.queries_keys_values(self.ln_1(x), rope.get(kind), cache)
+        if own is not None:
+            kv = own
+        if trim:
+            x, q = trim.last(x), trim.last(q)
+            rope = {kind: [trim.last(table) for table in both] for kind, both in rope.items()}
+        x = x + self.attn(q, kv, rope.get(kind), cache)
+        return x + self.feed_forward(x), kv if cache is None else None, rope
 
     def feed_forward(self, x):
         return self.mlp(self.ln_2(x))
@@ -381,11 +392,8 @@ class GPT(nn.Module):
         """
         layers, kvs = self.plan.layers, dict(kvs)
         for block, layer in zip(self.transformer.h[first:last], layers[first:last]):
-            kv = None if layer.owns else kvs.get(layer.slot)
-            here = trim if layer.index == self.plan.last_owner else None
-            x, kvs[layer.slot] = block(x, rope.get(layer.kind), kv, cache, here)
-            if here:
-                rope = {kind: [here.last(table) for table in both] for kind, both in rope.items()}
+            trim_here = trim if layer.index == self.plan.last_owner else None
+            x, kvs[layer.slot], rope = block(x, rope, kvs.get(layer.slot), cache, trim_here)
         later = {layer.slot for layer in layers[last:] if not layer.owns}
         return x, {slot: kv for slot, kv in kvs.items() if slot in later}
 

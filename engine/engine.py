@@ -87,8 +87,8 @@ class Engine:
         self._read_at = 0.0                          # when the last ones were
         self.jobs: dict[int, Job] = {}              # unfinished requests, by number
         self.watched: dict[int, RowView | None] = {}  # of these requests, the newest `view`
-        self._undelivered: list[Event] = []          # to be returned by the next step
-        self._failed_events: list[Event] | None = None        # of a failed step, until recovered
+        self._events: list[Event] = []               # to be returned by this step or the next
+        self._failed = False                         # a step failed, and `_recover` is not done
         self._inboxes: dict[int, deque[Event]] = {}  # of streamed requests, by number
         self._submitted = 0
         self.held_peak = 0                           # largest `PagedKVCache.held_nbytes` so far
@@ -111,8 +111,7 @@ class Engine:
     @property
     def n_unfinished(self) -> int:
         """Number of requests whose last event has not been returned yet."""
-        events = self._undelivered + (self._failed_events or [])
-        return len(self.jobs) + sum(event.completion is not None for event in events)
+        return len(self.jobs) + sum(event.completion is not None for event in self._events)
 
     def submit(self, prompt: str | list[int], params: SamplingParams | None = None,
                client: str = '', salt: bytes = b'') -> int:
@@ -131,21 +130,21 @@ class Engine:
             self.scheduler.waiting.append(request)
         except UserError as e:
             refused = Completion(ids, [], '', 'error', str(e), seconds=0.0)
-            self._undelivered.append(Event(index, -1, completion=refused))
+            self._events.append(Event(index, -1, completion=refused))
         return index
 
     def cancel(self, index: int) -> Event | None:
         """End a request. Returns its last event, which `step` or the stream also returns, or None
         if it has already ended (its last event may not have been returned yet)."""
         try:
-            self._land(self._undelivered)  # it may end by the token that is in flight
+            self._land()  # it may end by the token that is in flight
             if index not in self.jobs:
                 return None
-            self._end(self.jobs[index], 'cancelled', self._undelivered)
+            self._end(self.jobs[index], 'cancelled')
         except BaseException:
-            self._failed_events = []  # the next step recovers
+            self._failed = True  # the next step recovers
             raise
-        return self._undelivered[-1]
+        return self._events[-1]
 
     def watch(self, index: int) -> None:
         """Keep a view of this request's row when it ends. The caller removes it from `watched`."""
@@ -205,7 +204,7 @@ class Engine:
                 self.cancel(index)
                 del self._inboxes[index]
             mine = range(first, first + len(prompts))
-            self._undelivered = [event for event in self._undelivered if event.index not in mine]
+            self._events = [event for event in self._events if event.index not in mine]
 
     def step(self) -> list[Event]:
         """Run one step: prompt chunks, then one token for each decoding request. Returns its
@@ -218,27 +217,31 @@ class Engine:
 
     @torch.inference_mode()
     def _step(self) -> list[Event]:
-        if self._failed_events is not None:  # the recovery was interrupted
+        if self._failed:  # the recovery was interrupted
             self._recover()
-        events, self._undelivered = self._undelivered, []
         before = self._flight
         try:
             if before and (before.penalised or self.scheduler.may_preempt()):
-                self._land(events)  # a request that starts again must know its tokens
+                self._land()  # a request that starts again must know its tokens
             work = self.scheduler.schedule()
             self.held_peak = max(self.held_peak, self.cache.held_nbytes)
             decoding = [(request, 1) for request in work.decode]
             prompts = [part for chunks in work.prefill for part in chunks]
             if self._fits_one_pass(prompts, decoding):
-                self._mixed(prompts, decoding, events)
+                self._mixed(prompts, decoding)
+            elif self.pace:
+                self._paced(work.prefill, decoding)
             else:
-                self._one_after_the_other(work.prefill, decoding, events)
+                self._prefill(work.prefill)
+                if decoding := still_running(decoding):
+                    self._decode(decoding)
             if self._flight is before:  # this step sampled nothing
-                self._land(events)
+                self._land()
         except BaseException:
-            self._failed_events = events
+            self._failed = True
             self._recover()
             raise
+        events, self._events = self._events, []
         return events
 
     def _fits_one_pass(self, prompts, decoding) -> bool:
@@ -250,46 +253,50 @@ class Engine:
         return (once == len(prompts) and max(lens) <= self.fast_decode.longest_text
                 and sum(lens) + len(decoding) <= self.fast_decode.most_tokens)
 
-    def _mixed(self, prompts, decoding, events) -> None:
+    def _mixed(self, prompts, decoding) -> None:
         start, parts = time.perf_counter(), prompts + decoding
         logits = self.fast_decode.extend([request.next_tokens(n) for request, n in parts],
                                          [request.row for request, _ in parts],
                                          [request.pending == n for request, n in parts])
-        self._sample(parts, logits, events)
+        self._sample(parts, logits)
         if self.pace:
             self.pace.mixed(sum(n for _, n in prompts), bool(decoding), time.perf_counter() - start)
 
-    def _one_after_the_other(self, passes, decoding, events) -> None:
-        if self.pace and passes:  # they are timed, so nothing else may run
-            self._land(events)
-        start = time.perf_counter()
-        for chunks in passes:
-            self._forward(chunks, [request.row for request, _ in chunks], events)
-        if self.pace and passes:
+    def _paced(self, passes, decoding) -> None:
+        """Compute prompts, then decode. What is timed runs alone: nothing stays in flight."""
+        if passes:
+            self._land()
+            start = time.perf_counter()
+            self._prefill(passes)
             if self.model.device.type == 'cuda':
                 torch.cuda.synchronize(self.model.device)
             n = sum(n for chunks in passes for _, n in chunks)
             self.pace.prefilled(n, time.perf_counter() - start)
-            self._land(events)
-            start = time.perf_counter()
-        decoding = [(request, n) for request, n in decoding if request.row >= 0]
-        if decoding:
-            reads, last_read = self._flight, self._read_at
-            self._decode(decoding, events)
-            if self.pace and passes:
-                self._land(events)
-            if self.pace and (passes or not self.asynchronous):
-                self.pace.decoded(time.perf_counter() - start)
-            elif self.pace and reads:  # it has read the tokens of the step before
-                self.pace.decoded(self._read_at - last_read)
+            self._land()
+
+        start, in_flight, last_read = time.perf_counter(), self._flight, self._read_at
+        decoding = still_running(decoding)
+        if not decoding:
+            return
+        self._decode(decoding)
+        if passes:
+            self._land()
+        if passes or not self.asynchronous:
+            self.pace.decoded(time.perf_counter() - start)
+        elif in_flight:  # the step has read these tokens: it took the time since the last reading
+            self.pace.decoded(self._read_at - last_read)
+
+    def _prefill(self, passes) -> None:
+        for chunks in passes:
+            self._forward(chunks, [request.row for request, _ in chunks])
 
     def _recover(self) -> None:
         """After a failed step: rebuild all state from the sampled tokens and the events."""
-        events, self._flight = self._failed_events, None
+        self._flight = None
         self.cache.reset()  # it may be half-written
         if self.prefix:
             self.prefix.recover()
-        for event in events:
+        for event in self._events:
             if event.completion:
                 self.jobs.pop(event.index, None)
         self.scheduler.restart([job.request for job in self.jobs.values()])
@@ -297,24 +304,25 @@ class Engine:
             pieces, tokens = job.restore(), job.request.tokens
             for k in range(job.num_emitted, len(tokens)):  # sampled but not emitted yet
                 logprob, last = job.logprobs and job.logprobs[k], k == len(tokens) - 1
-                self._emit(job, tokens[k], pieces[k], logprob, events, last)
-        self._undelivered, self._failed_events = events + self._undelivered, None
+                self._emit(job, tokens[k], pieces[k], logprob, last)
+        self._failed = False
 
-    def _decode(self, decoding, events):
+    def _decode(self, decoding) -> None:
         # prefilling rows in between are included with 0 tokens, so that the rows form one slice
         by_row = {request.row: (request, n) for request, n in decoding}
         parts = [by_row.get(row, (None, 0)) for row in range(max(by_row) + 1)]
         if self.fast_decode is None:
-            return self._forward(parts, list(range(len(parts))), events)
-        logits = self.fast_decode(self._ids_of(parts), [n for _, n in parts])
-        captured = isinstance(self.fast_decode, CapturedDecode)
-        self._sample(parts, logits, events, self.fast_decode.sample_rows if captured else None)
+            self._forward(parts, list(range(len(parts))))
+        else:
+            logits = self.fast_decode(self._ids_of(parts), [n for _, n in parts])
+            captured = isinstance(self.fast_decode, CapturedDecode)
+            self._sample(parts, logits, self.fast_decode.sample_rows if captured else None)
 
-    def _forward(self, parts, rows, events) -> None:
+    def _forward(self, parts, rows) -> None:
         """parts: [(request or None, number of tokens)], one for each row."""
         lens = [n for _, n in parts]
         logits = self.model(self._ids_of(parts), cache=self.cache, lens=lens, rows=rows)[0]
-        self._sample(parts, logits[:, -1], events)
+        self._sample(parts, logits[:, -1])
 
     def _ids_of(self, parts) -> torch.Tensor:
         """(len(parts), t) token ids on the device, those in flight included."""
@@ -327,7 +335,7 @@ class Engine:
             self._flight.fill(idx, requests)
         return idx
 
-    def _sample(self, parts, logits, events, sample=None) -> None:
+    def _sample(self, parts, logits, sample=None) -> None:
         """Sample a token for each request whose tokens are all in the cache now. logits: of all
         parts, or only of those. sample: instead of `sample_rows`."""
         sampling = [(b, self.jobs[request.number]) for b, (request, n) in enumerate(parts)
@@ -342,17 +350,17 @@ class Engine:
         for request, n in parts:
             if n and request not in failed:
                 self.scheduler.computed(request, n)
-        self._emit_taken(taken, events)
+        self._emit_taken(taken)
         if drawn:
             self._flight = Flight([job for _, job in sampling], drawn)
             for _, job in sampling:
                 job.launch()
             if not self.asynchronous:
-                self._land(events)
+                self._land()
 
-    def _land(self, events) -> None:
+    def _land(self) -> None:
         """Read the tokens in flight, and emit their events."""
-        self._emit_taken(self._take(), events)
+        self._emit_taken(self._take())
 
     def _take(self) -> list[tuple]:
         """Append the tokens in flight to their requests: [(job, token, its text, logprob)]."""
@@ -366,25 +374,25 @@ class Engine:
         self._flight = None
         return taken
 
-    def _emit_taken(self, taken, events) -> None:
+    def _emit_taken(self, taken) -> None:
         for job, token, text, logprob in taken:
             if token >= 0:
                 job.first = job.first or time.perf_counter()
-                self._emit(job, token, text, logprob, events)
+                self._emit(job, token, text, logprob)
                 continue
             n, last_block = len(job.request.tokens), job.request.last_block
-            self._end(job, 'error', events, f'the logits of token {n} are not finite (NaN or inf)')
+            self._end(job, 'error', f'the logits of token {n} are not finite (NaN or inf)')
             if self.prefix:  # no request may reuse its blocks
                 self.prefix.forget(last_block)
 
-    def _emit(self, job, token, text, logprob, events, last=True) -> None:
+    def _emit(self, job, token, text, logprob, last=True) -> None:
         """Emit the event of a token, which may end the request."""
         if last and job.ending():
-            return self._end(job, job.ending(), events, token=token, text=text, logprob=logprob)
-        events.append(Event(job.request.number, token, text, logprob))
+            return self._end(job, job.ending(), token=token, text=text, logprob=logprob)
+        self._events.append(Event(job.request.number, token, text, logprob))
         job.num_emitted += 1
 
-    def _end(self, job, reason, events, error='', token=-1, text='', logprob=None) -> None:
+    def _end(self, job, reason, error='', token=-1, text='', logprob=None) -> None:
         request, whole = job.request, ''
         if request.number in self.watched:
             self.view(request.number, done=True)
@@ -394,6 +402,11 @@ class Engine:
         done = Completion(request.prompt, request.tokens, whole, reason, error, job.logprobs,
                           job.first and job.first - job.submitted,
                           time.perf_counter() - job.submitted, max(0, request.num_cached_tokens))
-        events.append(Event(request.number, token, text, logprob, done))
+        self._events.append(Event(request.number, token, text, logprob, done))
         self.jobs.pop(request.number, None)  # it counts as ended even if the next line fails
         self.scheduler.finish(request, reusable=reason != 'error')
+
+
+def still_running(parts: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
+    """Those whose request has not ended since they were scheduled."""
+    return [(request, n) for request, n in parts if request.row >= 0]

@@ -236,35 +236,43 @@ class Scheduler:
         return False
 
     def _chunks(self) -> list[list[tuple[Request, int]]]:
-        """Complete prompts that fit share a pass; otherwise a pass has one chunk of one prompt, and
-        chunks are split at `chunk_ends`."""
-        room, passes, batch = self.room, [], []
-        saved, most = self.pace.saved if self.pace else 0, self.prefill_chunk - room  # beyond room
+        """Complete prompts that fit share a pass, the last one; otherwise a pass has one chunk of
+        one prompt."""
+        room, passes, together = self.room, [], []
+        saved = self.pace.saved if self.pace else 0
+        beyond = self.prefill_chunk - room  # at most so much of it in one step
         prefilling = (r for r in self.running if not (r.decoding or r.finishing))
         for request in sorted(prefilling, key=lambda r: (r.due, r.number)):
-            if 0 < request.pending - room <= saved:  # it can end by what earlier steps left
-                more = min(request.pending - room, most)
-                room, saved, most = room + more, saved - more, most - more
-            started = request.num_computed_tokens or request.chunk_ends
-            if started or request.pending > self.room:
+            missing = request.pending - room
+            if 0 < missing <= saved:  # the prompt can end by what earlier steps left
+                more = min(missing, beyond)
+                room, saved, beyond = room + more, saved - more, beyond - more
+            if (request.num_computed_tokens or request.chunk_ends
+                    or request.pending > self.room):
                 if room == 0:
                     break
-                start = request.num_computed_tokens
-                last = start + min(request.pending, room)
-                ends = [end for end in request.chunk_ends if start < end < last] + [last]
-                if self.pace:  # one pass, which may include the rows that decode
-                    last, ends = ends[0], ends[:1]
-                passes += [[(request, b - a)] for a, b in zip([start, *ends], ends)]
-                room -= last - start
-                continue
-            width = max((n for _, n in batch), default=0)
-            new_width = max(width, request.pending)
-            padded = new_width * (len(batch) + 1) - width * len(batch)
-            if padded > room:
-                break
-            batch.append((request, request.pending))
-            room -= padded
-        return passes + [batch] * bool(batch)
+                chunks = self._split(request, room)
+                passes += [[(request, n)] for n in chunks]
+                room -= sum(chunks)
+            else:
+                more = padded_size([*together, request]) - padded_size(together)
+                if more > room:
+                    break
+                together.append(request)
+                room -= more
+        if together:
+            passes.append([(request, request.pending) for request in together])
+        return passes
+
+    def _split(self, request: Request, room: int) -> list[int]:
+        """Lengths of the chunks, `room` tokens at most, that a prompt computes in this step; it is
+        split at `chunk_ends`. With a pace it is one chunk, since rows that decode share its pass."""
+        start = request.num_computed_tokens
+        last = start + min(request.pending, room)
+        ends = [end for end in request.chunk_ends if start < end < last] + [last]
+        if self.pace:
+            ends = ends[:1]
+        return [b - a for a, b in itertools.pairwise([start, *ends])]
 
     def _free_row(self, request: Request, reusable: bool = True) -> None:
         row, last = request.row, self.running[-1]
@@ -282,3 +290,8 @@ class Scheduler:
             self.cache.move(last.row, row)
             last.row = row
         request.row = -1
+
+
+def padded_size(requests: list[Request]) -> int:
+    """Tokens of a pass over all pending tokens of these requests, padding included."""
+    return len(requests) * max((request.pending for request in requests), default=0)

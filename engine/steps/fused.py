@@ -9,12 +9,7 @@ from model import Block, CausalSelfAttention
 
 
 class FusedAttention(CausalSelfAttention):
-    """`CausalSelfAttention` that uses the kernel of `attention.kernels.qkv` where it can."""
-
-    def forward(self, x, rope=None, kv=None, cache=None, trim=None):
-        if not self.fuses(x, cache):
-            return super().forward(x, rope, kv, cache, trim)
-        return self.project(self.write_and_read(self.c_attn(x), rope, cache)), None
+    """`CausalSelfAttention` with the kernel of `attention.kernels.qkv`."""
 
     def write_and_read(self, qkv, rope, cache):
         """qkv (B, 1, ...) from `c_attn` -> (B, H, 1, D), after writing K and V."""
@@ -39,26 +34,26 @@ class FusedAttention(CausalSelfAttention):
 
 
 class FusedBlock(Block):
-    """`Block` that uses the kernel of `engine.steps.fused_linear` where it can."""
+    """`Block` that uses these kernels and that of `engine.steps.fused_linear` where it can."""
 
-    def forward(self, x, rope=None, kv=None, cache=None, trim=None):
-        if not self._fuses(x, cache):
+    def forward(self, x, rope, kv=None, cache=None, trim=None):
+        attn, mlp = self.attn, self.mlp
+        if not attn.fuses(x, cache):
             return super().forward(x, rope, kv, cache, trim)
-        from engine.steps.fused_linear import fused_linear
-        attn, mlp, x = self.attn, self.mlp, x[:, 0]                            # (B, C)
+        from engine.steps.fused_linear import fused_linear, takes
+        table = rope.get(attn.layer.kind)
+        if not takes(x[:, 0], attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj):
+            y = attn.write_and_read(attn.c_attn(self.ln_1(x)), table, cache)
+            x = x + attn.project(y)
+            return x + self.feed_forward(x), None, rope
+
+        x = x[:, 0]                                                            # (B, C)
         qkv = fused_linear(x, attn.c_attn, self.ln_1)
-        y = attn.write_and_read(qkv[:, None], rope, cache).flatten(1)
+        y = attn.write_and_read(qkv[:, None], table, cache).flatten(1)
         x = fused_linear(y, attn.c_proj, residual=x)
         activation = 'relu2' if mlp.relu2 else mlp.gelu.approximate
         hidden = fused_linear(x, mlp.c_fc, self.ln_2, activation)
-        return fused_linear(hidden, mlp.c_proj, residual=x)[:, None], None
-
-    def _fuses(self, x, cache) -> bool:
-        if not self.attn.fuses(x, cache):
-            return False
-        from engine.steps.fused_linear import takes
-        attn, mlp = self.attn, self.mlp
-        return takes(x[:, 0], attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj)
+        return fused_linear(hidden, mlp.c_proj, residual=x)[:, None], None, rope
 
 
 def fuse(model) -> None:
