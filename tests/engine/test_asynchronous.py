@@ -7,22 +7,11 @@ import pytest
 import torch
 
 from config.gpt_config import GPTConfig
-from engine import native
 from engine.engine import Engine
 from engine.requests.flight import Flight
-from engine.steps.native import NativeDecode
 from engine.requests.params import SamplingParams
-from engine.requests.sampler import Drawn
 from tests.helpers.models import FULL_STACK, random_model
-from tests.helpers.serving import (
-    TOKENIZER,
-    alone,
-    assert_idle,
-    assert_same,
-    budget_for,
-    model_of,
-    prompt,
-)
+from tests.helpers.serving import TOKENIZER, alone, assert_idle, assert_same, model_of, prompt
 
 
 @pytest.fixture
@@ -34,7 +23,8 @@ def log(recorded):
     return entries
 
 
-def run(asynchronous, params, **more):
+def run(asynchronous, params):
+    """The events of each step."""
     engine = Engine(model_of('full stack'), 2, 40, asynchronous=asynchronous, tokenizer=TOKENIZER)
     for k in range(2):
         engine.submit(prompt(3, seed=k), params)
@@ -45,27 +35,21 @@ def run(asynchronous, params, **more):
     return steps
 
 
-@pytest.mark.parametrize('params, expected', [
-    (dict(temperature=0), ['compute', 'read'] * 3 + ['read']),
-    (dict(temperature=1.0, seed=1), ['compute', 'read'] * 3 + ['read']),
-    (dict(top_k=3, logprobs=1), ['compute', 'read'] * 3 + ['read']),
+@pytest.mark.parametrize('params, ahead', [
+    (dict(temperature=0), True), (dict(temperature=1.0, seed=1, logprobs=2), True),
+    (dict(seed=2, top_p=0.8, top_k=9, stop=('a', 'bc')), True),
     # the penalty of the next token depends on this one
-    (dict(repetition_penalty=1.5), ['read', 'compute'] * 3 + ['read'])], ids=str)
-def test_a_step_is_computed_before_the_tokens_of_the_last_one_are_read(log, params, expected):
-    run(True, SamplingParams(4, **params))
-    assert log == expected
-    log.clear()
-    run(False, SamplingParams(4, **params))
+    (dict(repetition_penalty=1.5), False)], ids=str)
+def test_a_step_is_computed_before_the_tokens_of_the_last_one_are_read(log, params, ahead):
+    """Events are those of the synchronous engine, one step later."""
+    params = SamplingParams(4, **params)
+    a = run(False, params)
     assert log == ['read', 'compute', 'read', 'compute', 'read', 'compute', 'read']
-
-
-@pytest.mark.parametrize('params', [
-    dict(temperature=0), dict(seed=1, logprobs=2), dict(seed=2, top_p=0.8, stop=('a', 'bc'))])
-def test_events_are_the_same_one_step_later(params):
-    params = SamplingParams(12, **params)
-    a, b = run(False, params), run(True, params)
-    assert b[0] == [] and len(b) == len(a) + 1
-    for before, after in zip(a, b[1:]):
+    log.clear()
+    b = run(True, params)
+    assert log == (['compute', 'read'] * 3 if ahead else ['read', 'compute'] * 3) + ['read']
+    assert b[0] == []
+    for before, after in zip(a, b[1:], strict=True):
         assert [(e.index, e.token, e.text) for e in before] == [
             (e.index, e.token, e.text) for e in after]
         for x, y in zip(before, after):
@@ -84,20 +68,6 @@ def test_a_request_that_ends_by_its_length_is_not_computed_once_more(recorded):
     assert [computed.count(number) for number in (0, 1)] == [2, 6]
 
 
-@pytest.mark.parametrize('kind', ['full stack', 'offset keys'])
-def test_a_request_is_preempted_after_its_tokens_were_read(kind, recorded):
-    model = model_of(kind)
-    wanted = [(prompt(n, seed=n), SamplingParams(20, seed=n)) for n in (9, 3, 14, 6)]
-    engine = Engine(model, 4, 34, page_size=2, prefill_chunk=7, asynchronous=True,
-                    kv_budget=budget_for(model, 4, 34, 20, 2))
-    in_flight = recorded(engine.scheduler, 'preempt', lambda request: request.in_flight)
-    done = engine.generate([ids for ids, _ in wanted], [p for _, p in wanted])
-    assert len(in_flight) > 1 and not any(in_flight)
-    for completion, (ids, params) in zip(done, wanted):
-        assert_same(completion, alone(model, ids, params))
-    assert_idle(engine)
-
-
 def spoilt(asynchronous):
     """An engine with a prefix cache, and a list: while it is not empty, each forward pass takes its
     last entry, and gives logits that are not finite if that is true."""
@@ -112,6 +82,7 @@ def spoilt(asynchronous):
 def test_what_was_not_finite_is_forgotten_if_it_is_cancelled(asynchronous):
     engine, spoil = spoilt(asynchronous)
     ids = prompt(14)
+    engine.generate([ids[:12]], SamplingParams(1, seed=0))  # its blocks are forgotten, too
     number = engine.submit(ids, SamplingParams(9, temperature=0))
     while not engine.step():  # until its first token
         pass
@@ -163,21 +134,6 @@ def test_who_is_asynchronous(monkeypatch):
     assert Engine(model, 1).asynchronous and not Engine(model, 1, asynchronous=False).asynchronous
 
 
-def test_tokens_in_flight_are_passed_on_by_the_device():
-    """Ids that the host does not know are 0 until they are filled in; -1 becomes a valid id."""
-    class Job:
-        def __init__(self):
-            self.request, self.sampling = self, self
-            self.penalised, self.in_flight = False, 1
-    jobs = [Job() for _ in range(4)]
-    flight = Flight(jobs, Drawn(torch.tensor([5, -1, 7, 8]), [None] * 4))
-    jobs[3].in_flight = 0  # its token is known, and given
-    ids = torch.tensor([[0], [1], [2], [0], [3]])
-    flight.fill(ids, [jobs[2], None, jobs[3], jobs[1], jobs[0]])
-    assert ids[:, 0].tolist() == [7, 1, 2, 0, 5]
-    assert [token for _, token, _ in flight.read()] == [5, -1, 7, 8]
-
-
 def test_the_times_of_steps_are_those_of_the_device(monkeypatch, recorded):
     """A device that is slow: what it samples arrives 20 ms later, unless somebody waited before."""
     arrives, init, read = {}, Flight.__init__, Flight.read
@@ -220,21 +176,6 @@ def test_a_step_with_prompts_is_timed_alone(recorded):
         assert engine._flight
     ends = [k for k, entry in enumerate(entries) if entry == 'prefilled']
     assert len(ends) == 3 and all(entries[k - 1] == 'forward' for k in ends)
-
-
-@pytest.mark.skipif(native.library() is None, reason='no compiler here')
-def test_prompts_beside_decoding_rows_are_not_one_pass_in_c():
-    """Which takes the tokens from the host."""
-    model = random_model(GPTConfig(**FULL_STACK | dict(head_dim=16, n_embd=32)), torch.float32)
-    wanted = [(prompt(3 + 4 * k, seed=k), SamplingParams(5 + 3 * k, temperature=0))
-              for k in range(7)]
-    texts = []
-    for asynchronous in (False, True):
-        engine = Engine(model, 3, 60, asynchronous=asynchronous, prefill_chunk=8, page_size=4)
-        assert isinstance(engine.fast_decode, NativeDecode)
-        done = engine.generate([ids for ids, _ in wanted], [params for _, params in wanted])
-        texts.append([completion.tokens for completion in done])
-    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize('kv_dtype', ['float32', 'int8'])

@@ -18,6 +18,7 @@ from engine.engine import Engine
 from engine.pages.cache import PagedKVCache
 from engine.requests.params import SamplingParams
 from engine.requests.sampler import SampleRow, sample_rows
+from engine.steps.prepare import prepare
 from engine.steps.static import StaticCache
 from generate import Generation, Sampler, cache_length
 from tests.helpers.mechanisms import MECHANISMS
@@ -128,6 +129,9 @@ def test_what_cannot_be():
     with pytest.raises(UserError, match='max_seq_len=40'):
         decode(tokens(3, 1))
     decode(tokens(3, 1), [0, 0, 0])
+    paged = new_cache(model, 'auto', True)
+    with pytest.raises(UserError, match='reserve pages'):
+        StaticCache(paged, 3).set([12, None, 7])
     with pytest.raises(UserError, match='one token a row'):
         model(tokens(3, 2), cache=StaticCache(cache, 3))
     with pytest.raises(UserError, match='row 3'):
@@ -187,6 +191,11 @@ def test_the_engine_gives_the_same_texts(everywhere, recorded, restricted, async
     for on in (False, True):
         engine = Engine(model, 4, 48, page_size=8, prefill_chunk=8, kv_budget=40_000, captured=on,
                         asynchronous=on and asynchronous)
+        if asynchronous:  # which changes no text either
+            prepare(engine)
+            inside.clear()
+            table = engine.cache.table
+            assert engine.cache.lengths.tolist() == [0] * 4 and table.n_free == table.n_pages
         texts.append([completion.tokens for completion in engine.generate(prompts, params)])
         assert bool(engine.fast_decode) == on
     assert texts[0] == texts[1]

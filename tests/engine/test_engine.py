@@ -168,18 +168,14 @@ def test_streamed_text_ends_before_the_stop_text(budget):
     assert_idle(engine)
 
 
-def test_a_stop_token_is_among_the_tokens_and_not_in_the_text():
-    text = text_alone(max_new_tokens=30, seed=5).text
-    done = text_alone(max_new_tokens=30, seed=5, stop_tokens=(ALPHABET.index(text[7]),))
-    n = text.index(text[7])
-    assert (done.text, done.finish_reason, len(done.tokens)) == (text[:n], 'stop', n + 1)
-
-
-def test_a_stop_text_may_end_with_the_last_token_or_be_incomplete_there():
+def test_a_stop_may_be_a_token_or_end_with_the_last_token_or_be_incomplete_there():
     text = text_alone(max_new_tokens=12, seed=5).text
     n = next(n for n in range(3, 12) if text[n] not in text[:n])
-    done = text_alone(max_new_tokens=n + 1, seed=5, stop=(text[n],))
-    assert (done.text, done.finish_reason) == (text[:n], 'stop')
+    for stop in (dict(stop=(text[n],)), dict(stop_tokens=(ALPHABET.index(text[n]),))):
+        for more in (0, 9):
+            done = text_alone(max_new_tokens=n + 1 + more, seed=5, **stop)
+            # the token is not in the text
+            assert (done.text, done.finish_reason, len(done.tokens)) == (text[:n], 'stop', n + 1)
     engine = Engine(model_of('full stack'), 1, 20, tokenizer=TOKENIZER)
     params = SamplingParams(12, temperature=1.5, seed=5, stop=(text[-2:] + 'a',))
     *before, last = engine.stream(['abc'], params)
@@ -187,19 +183,15 @@ def test_a_stop_text_may_end_with_the_last_token_or_be_incomplete_there():
     assert last.text == text[-2:] and ''.join(e.text for e in before) == text[:-2]
 
 
-def test_without_a_tokenizer_there_are_tokens_but_no_texts():
-    [event] = Engine(model_of('vanilla'), 1).stream([torch.tensor([1, 2])], SamplingParams(1))
-    assert event.text == event.completion.text == '' and event.token == event.completion.tokens[0]
-    assert event.completion.logprobs is None
-    assert 0 <= event.completion.ttft_s <= event.completion.seconds
-
-
-def test_on_event_sees_every_token_before_generate_returns():
+def test_on_event_sees_every_token_and_without_a_tokenizer_no_text():
     engine, seen = Engine(model_of('unshared'), 2, needed(MIXED)), []
-    completions = engine.generate([ids for ids, _ in MIXED], [p for _, p in MIXED], seen.append)
+    prompts = [torch.tensor(ids) for ids, _ in MIXED]
+    completions = engine.generate(prompts, [p for _, p in MIXED], seen.append)
     for n, completion in enumerate(completions):
         assert [e.token for e in seen if e.index == n] == completion.tokens
+        assert completion.text == '' and 0 <= completion.ttft_s <= completion.seconds
     assert sorted(e.index for e in seen if e.completion) == list(range(len(MIXED)))
+    assert not any(e.text for e in seen)
     assert engine.generate([]) == []
 
 
@@ -215,17 +207,13 @@ def test_a_stream_left_early_cancels_what_has_not_ended():
     stream = engine.stream([prompt(5)], SamplingParams(3))
     stream.close()  # before the first event
     assert_idle(engine)
-    assert_same(engine.generate([prompt(5)], SamplingParams(9, seed=2))[0],
-                alone(model, prompt(5), SamplingParams(9, seed=2)))
-
-
-def test_a_callback_that_fails_leaves_nothing_behind():
-    engine = Engine(model_of('full stack'), 2, 40)
     with pytest.raises(ZeroDivisionError) as caught:
         engine.generate([prompt(5), prompt(6), prompt(7)], SamplingParams(20), lambda event: 1 / 0)
     # the traceback keeps the frame, and so would have kept the stream
     assert caught.value.__traceback__ is not None
     assert_idle(engine)
+    assert_same(engine.generate([prompt(5)], SamplingParams(9, seed=2))[0],
+                alone(model, prompt(5), SamplingParams(9, seed=2)))
 
 
 def test_a_request_cancelled_within_its_stream_ends_there():

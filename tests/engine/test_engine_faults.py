@@ -74,13 +74,6 @@ def test_texts_and_stop_texts_need_a_tokenizer():
     assert 'no tokenizer' in a.error and "stop=('x',)" in b.error
 
 
-def test_requests_that_exceed_the_kv_memory_are_refused():
-    model = model_of('unshared')
-    engine = Engine(model, 2, 60, page_size=4, kv_budget=budget_for(model, 2, 60, 5, 4))
-    bad, good = engine.generate([prompt(10), prompt(10)], [SamplingParams(12), SamplingParams(11)])
-    assert 'take 21 positions, and the KV memory holds 20' in bad.error and len(good.tokens) == 11
-
-
 def test_parameters_that_do_not_match_prompts_are_refused_before_anything_runs():
     engine = Engine(model_of('vanilla'), 1)
     with pytest.raises(UserError, match='1 SamplingParams for 2 prompts'):

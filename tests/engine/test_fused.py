@@ -11,8 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attention.backends import INTERPRETING, triton_enabled
 from config.gpt_config import GPTConfig
 from engine import native
-from engine.engine import Engine
-from engine.requests.params import SamplingParams
 from engine.steps.fused import FusedBlock, fuse
 from engine.weights.linear import speed_up_few_rows
 from engine.pages.cache import PagedKVCache
@@ -236,18 +234,3 @@ def test_compiled_for_a_gpu_weights_are_copied_ahead_and_no_activation_loses_nan
     assert len(activated) == len(kernel.ACTIVATIONS)
     for ptx in activated:
         assert 'max.f32' not in ptx and 'min.f32' not in ptx
-
-
-@interpreted
-def test_the_engine_uses_the_kernel(everywhere, recorded):
-    calls = recorded(kernel, 'fused_linear', lambda *args, **kwargs: args)
-    model = random_model(GPTConfig(**FULL_STACK), torch.float32)
-    engine = Engine(model, 2, 20, kv_dtype='float32')
-    with triton_enabled(True):
-        [found] = engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=3, temperature=0.0))
-    assert len(calls) >= 2 * 4 * len(model.transformer.h)
-    cache = model.new_cache(1, 20)
-    idx = torch.tensor([[1, 2, 3, *found.tokens]])
-    with torch.inference_mode():
-        logits = model(idx, cache=cache, all_logits=True)[0][0]
-    assert logits[2:-1].argmax(-1).tolist() == found.tokens

@@ -33,7 +33,7 @@ def test_few_rows_equal_a_plain_linear(by_extension, shape, n_out, bias, dtype, 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize('n_out', [1, 8, 16, 65])
-@pytest.mark.parametrize('n_in', [8, 48, 1040])
+@pytest.mark.parametrize('n_in', [8, 48, 1040, 8192])
 def test_any_number_of_rows(n_in, n_out, dtype):
     weight, bias = torch.randn(n_out, n_in).to(dtype), torch.randn(n_out)
     for n_rows in (1, 2, 3, 4, 15, 16, 17, 19, 20, 32, 47, 50, 64, 83):
@@ -42,14 +42,6 @@ def test_any_number_of_rows(n_in, n_out, dtype):
         expected = x.double() @ weight.double().T + bias
         size = x.double().abs() @ weight.double().abs().T + bias.abs()  # a sum may be near 0
         assert ((y - expected).abs() <= 1e-6 * size).all(), n_rows
-
-
-@pytest.mark.parametrize('n_rows', [1, 16, 48])
-def test_long_sums_are_as_exact_as_short_ones(n_rows):
-    x, weight = torch.rand(n_rows, 8192), torch.rand(16, 8192)
-    y = linear.by_extension(linear.describe(weight, None), x)
-    expected = x.double() @ weight.double().T
-    assert ((y - expected) / expected).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize('n_rows', [1, 3, 4, 17, 19, 35])

@@ -1,7 +1,6 @@
 """How many prompt tokens a step computes beside decoding rows."""
 import itertools
 import random
-import statistics
 
 import pytest
 import torch
@@ -15,32 +14,38 @@ from engine.requests.pace import Pace
 from engine.requests.params import SamplingParams
 from tests.engine.test_scheduler import Simulation, shape
 from tests.helpers.models import FULL_STACK, random_model
-from tests.helpers.serving import alone, assert_same, model_of, prompt
+from tests.helpers.serving import model_of, prompt
 
 
-def test_all_tokens_until_both_times_are_known_and_while_no_row_decodes():
-    pace = Pace(256, 2.5)
-    assert pace.room(1) == 256
-    pace.decoded(0.01)
-    assert pace.room(1) == 256
-    pace.prefilled(256, 0.256)
-    assert pace.room(0) == 256
-    assert pace.room(1) == paces.LEAST == 16  # 1.5 * 10 of 1 ms each would be 15
+DECODED = ('decoded', 0.01)
 
 
-def measured(slowdown, n, seconds):
-    """A pace that knows the time of n prompt tokens, and that a decode pass takes 10 ms."""
+@pytest.mark.parametrize('slowdown, calls, expected', [
+    # all tokens until both times are known
+    (2.5, [], 256), (2.5, [DECODED], 256), (3.0, [('mixed', 10, True, 0.03)], 256),
+    # 1.5 * 10 of 1 ms each would be 15, and this is the least
+    (2.5, [DECODED, ('prefilled', 256, 0.256)], 16),
+    # fast and slow devices
+    *((4.0, [DECODED, ('prefilled', 100, 100 * per_token)], pytest.approx(n, abs=1))
+      for per_token, n in ((1e-3, 30), (1e-2, 16), (1e-5, 256), (2e-4, 150))),
+    # one slow step changes nothing
+    (3.0, [*[DECODED] * 4, ('decoded', 5.0), *[('prefilled', 100, 0.02)] * 4,
+           ('prefilled', 100, 9.0)], 100),
+    # the decoding rows of a mixed pass are not counted as prompt
+    (3.0, [('mixed', 10, True, 0.03), DECODED, ('mixed', 100, True, 0.03)], 100),
+    (3.0, [('mixed', 100, False, 0.02), DECODED], 100)])
+def test_tokens_beside_a_decoding_row_are_those_that_the_measured_times_allow(slowdown, calls,
+                                                                              expected):
     pace = Pace(256, slowdown)
+    for name, *args in calls:
+        getattr(pace, name)(*args)
+    assert pace.room(1) == expected and pace.room(0) == 256
+
+
+def test_time_is_divided_as_rows_are_when_more_compute_prompts_than_decode():
+    pace = Pace(256, 3.0)
     pace.decoded(0.01)
-    pace.prefilled(n, seconds)
-    return pace
-
-
-def test_more_tokens_on_a_fast_device_and_few_on_a_slow_one():
-    for per_token, expected in ((1e-3, 30), (1e-2, paces.LEAST), (1e-5, 256), (2e-4, 150)):
-        assert measured(4.0, 100, 100 * per_token).room(1) == pytest.approx(expected, abs=1)
-    # time is divided as rows are when more compute prompts than decode
-    pace = measured(3.0, 100, 0.1)
+    pace.prefilled(100, 0.1)
     assert [pace.room(4, n) for n in (0, 1, 4, 8, 12)] == [20, 20, 20, 40, 60]
 
 
@@ -55,41 +60,6 @@ def test_the_scheduler_counts_rows_that_decode_and_that_compute_prompts():
     s.step()
     s.step()
     assert counted == [(0, 0), (1, 0), (1, 2)]
-
-
-def test_one_slow_step_changes_nothing():
-    pace = Pace(256, 3.0)
-    for seconds in (0.01, 0.01, 0.01, 0.01, 5.0):
-        pace.decoded(seconds)
-    for seconds in (0.02, 0.02, 0.02, 0.02, 9.0):
-        pace.prefilled(100, seconds)
-    assert pace.room(1) == 100
-
-
-def test_steps_take_at_most_what_they_may_on_a_device_with_a_cost_per_pass():
-    """Simulated: a pass of n tokens takes 2 ms and 0.1 ms per token, a decode pass 8 ms."""
-    pace, steps = Pace(256, 2.5), []
-    for _ in range(60):
-        n = pace.room(1)
-        seconds = 2e-3 + 1e-4 * n
-        pace.prefilled(n, seconds)
-        pace.decoded(8e-3)
-        steps.append((seconds + 8e-3) / 8e-3)
-    assert statistics.mean(steps[20:]) == pytest.approx(2.5, rel=0.02)
-    assert max(steps[20:]) < 2.55
-
-
-@pytest.mark.parametrize('kind', ['full stack', 'vanilla'])
-@pytest.mark.parametrize('prefix', [0, 10 ** 6])
-def test_texts_do_not_depend_on_the_size_of_chunks(kind, prefix, monkeypatch):
-    draw = random.Random(1)
-    monkeypatch.setattr(Pace, 'room', lambda self, decoding, prompts: draw.randint(1, self.most))
-    model, params = model_of(kind), SamplingParams(8, seed=3)
-    engine = Engine(model, 3, 60, page_size=4, prefill_chunk=16, prefix_budget=prefix, slowdown=2.0)
-    prompts = [prompt(n, seed) for seed, n in enumerate((40, 3, 17, 1, 30, 40))]
-    for ids, found in zip(prompts, engine.generate(prompts, params), strict=True):
-        assert_same(found, alone(model, ids, params))
-    assert engine.pace._decode and engine.pace._per_token
 
 
 def test_a_paced_step_has_one_pass_that_ends_where_rows_can_resume(monkeypatch):
@@ -161,19 +131,19 @@ def test_a_prompt_ends_at_once_by_what_steps_before_left():
     assert sizes(s, 1) == [19]  # both
 
 
-def test_a_longer_prompt_takes_small_steps_to_its_end():
-    s = paced(steps=1 + paces.LATER)
-    s.add(4 * paces.LATER + 6, 1)
-    assert sizes(s, paces.LATER + 3) == [4] * (paces.LATER + 1) + [2, 0]
+LATER = paces.LATER
 
 
-def test_what_was_left_is_taken_once_and_is_never_more_than_a_step_may_compute():
-    for room, prompts, found in ((6, (50,), [32, 18, 0]), (6, (26, 24), [32, 18, 0]),
-                                 (4, (20, 30), [20, 4])):
-        s = paced(room)
-        for n in prompts:
-            s.add(n, 1)
-        assert sizes(s, len(found)) == found
+@pytest.mark.parametrize('steps, room, prompts, found', [
+    # what was left is taken once, and is never more than a step may compute
+    (9, 6, (50,), [32, 18, 0]), (9, 6, (26, 24), [32, 18, 0]), (9, 4, (20, 30), [20, 4]),
+    # a longer prompt takes small steps to its end
+    (1 + LATER, 4, (4 * LATER + 6,), [4] * (LATER + 1) + [2, 0])])
+def test_what_steps_compute_after_some_that_computed_no_prompt(steps, room, prompts, found):
+    s = paced(room, steps=steps)
+    for n in prompts:
+        s.add(n, 1)
+    assert sizes(s, len(found)) == found
     # nothing is saved while no row decodes
     assert [paced(steps=n).scheduler.pace.saved for n in (1, 2)] == [0, 4]
 
@@ -211,17 +181,19 @@ def wide_model():
 @pytest.mark.skipif(native.library() is None, reason='no compiler here')
 @pytest.mark.parametrize('prefix', [0, 10 ** 6])
 def test_one_pass_for_prompts_and_decoding_rows_changes_no_text(prefix, recorded):
-    """Against an engine that computes them one after the other, in float32."""
+    """Against an engine that computes them one after the other, in float32. The asynchronous one
+    does, too, because such a pass takes the tokens from the host."""
     model = wide_model()
     calls = recorded(NativeDecode, 'extend', lambda self, texts, *rest: list(map(len, texts)))
     prompts = [prompt(n, seed) for seed, n in enumerate((3, 40, 5, 1, 30, 4, 4))]
-    texts = {}
-    for most in (0, 64):
-        engine = Engine(model, 3, 60, page_size=4, prefill_chunk=16, prefix_budget=prefix)
+    texts = []
+    for asynchronous, most in ((True, 64), (False, 0), (False, 64)):
+        engine = Engine(model, 3, 60, page_size=4, prefill_chunk=16, prefix_budget=prefix,
+                        asynchronous=asynchronous)
         engine.fast_decode.most_tokens = most
-        texts[most] = [c.tokens for c in engine.generate(prompts, SamplingParams(8, seed=3))]
-        assert bool(calls) == bool(most)
-    assert texts[0] == texts[64]
+        texts.append([c.tokens for c in engine.generate(prompts, SamplingParams(8, seed=3))])
+        assert bool(calls) == bool(most and not asynchronous)
+    assert texts[0] == texts[1] == texts[2]
     assert any(len(lens) > 1 and max(lens) > 1 for lens in calls)  # both kinds in one pass
     assert max(map(max, calls)) <= 5 == model.plan.slots[0].window
     engine = Engine(model, 3, 60, slowdown=2.0)
@@ -244,16 +216,3 @@ def test_prompts_of_a_step_and_decoding_rows_share_a_pass(monkeypatch, recorded)
     engine.generate([prompt(2, 0), said + prompt(3, 2), said + prompt(4, 3)], SamplingParams(8))
     assert any(len(lens) == 3 and lens[-2] > 1 for lens, _ in passes), passes
     assert any(without for _, without in passes)
-
-
-def test_the_decoding_rows_of_a_mixed_pass_are_not_counted_as_prompt():
-    pace = Pace(256, 3.0)
-    pace.mixed(10, True, 0.03)  # the time of decoding is not known yet
-    assert pace.room(1) == 256
-    pace.decoded(0.01)
-    pace.mixed(100, True, 0.03)
-    assert pace.room(1) == 100
-    pace = Pace(256, 3.0)
-    pace.mixed(100, False, 0.02)
-    pace.decoded(0.01)
-    assert pace.room(1) == 100

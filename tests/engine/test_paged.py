@@ -109,19 +109,6 @@ def test_what_forks_share_is_held_once(page_size):
     run.step([6, 1, 3])
 
 
-def test_a_fork_onto_a_row_that_holds_something_changes_nothing():
-    run = Run(STACK, 3, 40, **ample(3, 40, 4))
-    run.step([10, 5, 0])
-    for source, target, named in [(0, 1, 'row 1 holds 5 tokens'), (0, 0, 'row 0 holds 10'),
-                                  (0, 3, 'row 3'), (-1, 2, 'row -1')]:
-        with pytest.raises(UserError, match=named):
-            run.cache.fork(source, target)
-    run.cache.reserve(2, 5)
-    with pytest.raises(UserError, match='row 2 holds 2 pages'):
-        run.cache.fork(0, 2)
-    run.step([1, 1, 1])
-
-
 # -- pages -----------------------------------------------------------------------------------------
 
 def test_out_of_pages_is_raised_before_anything_is_written():
@@ -138,21 +125,6 @@ def test_out_of_pages_is_raised_before_anything_is_written():
     run.step([0, 4, 0])
 
 
-def test_pages_are_freed_by_reset_and_by_moving_onto_a_row():
-    run = Run(STACK, 3, 40, n_pages=12, page_size=4)
-    run.step([9, 8, 5])
-    run.reset(1)
-    assert run.cache.table.n_free == 7
-    run.move(2, 0)
-    assert run.cache.table.rows == [[5, 6], [], []]
-    with pytest.raises(UserError, match='row 3'):
-        run.cache.reset([0, 3])
-    assert run.cache.table.n_free == 10
-    run.cache.reset()
-    assert run.cache.table.n_free == 12 and run.cache.lengths.tolist() == [0, 0, 0]
-    assert held_pages(run.cache) == 0
-
-
 def test_a_reserve_of_a_fork_takes_its_copy_now():
     run = Run(STACK, 2, 40, n_pages=4, page_size=4)
     run.step([6, 0])
@@ -162,21 +134,23 @@ def test_a_reserve_of_a_fork_takes_its_copy_now():
     run.step([1, 1])
 
 
-@pytest.mark.parametrize('row, length', [(-1, 4), (2, 4), (0, 41)])
-def test_a_reserve_that_cannot_be_is_refused(row, length):
-    cache = random_model(STACK).new_cache(2, 40, cache_class=PagedKVCache, n_pages=40, page_size=4)
-    with pytest.raises(UserError, match=f'reserve: .*{length if length > 40 else row}'):
-        cache.reserve(row, length)
-    assert cache.table.n_free == 40
-
-
-def test_a_model_without_global_layers_needs_no_pages():
-    config = GPTConfig(**dict(FULL_STACK, layer_pattern='L', kv_share=''))
-    run = Run(config, 3, 40, n_pages=1, page_size=1)
-    run.step([9, 2, 5])
-    run.cache.reserve(1, 30)
-    assert run.cache.table.n_free == 1 and run.cache.held_nbytes == run.cache.nbytes
-    run.cache.fill_(40)
+@pytest.mark.parametrize('call, words', [
+    (lambda cache: cache.fork(0, 1), 'row 1 holds 5 tokens'),
+    (lambda cache: cache.fork(0, 0), 'row 0 holds 10'), (lambda cache: cache.fork(0, 4), 'row 4'),
+    (lambda cache: cache.fork(-1, 2), 'row -1'),
+    (lambda cache: cache.fork(0, 3), 'row 3 holds 2 pages'),
+    (lambda cache: cache.reset([0, 4]), 'row 4'), (lambda cache: cache.fill_(41), '41'),
+    *((lambda cache, row=row, length=length: cache.reserve(row, length), f'reserve: .*{named}')
+      for row, length, named in ((-1, 4, -1), (4, 4, 4), (0, 41, 41)))])
+def test_what_cannot_be_is_refused_and_changes_nothing(call, words):
+    run = Run(STACK, 4, 40, **ample(4, 40, 4))
+    run.step([10, 5, 0, 0])
+    run.cache.reserve(3, 5)
+    n_free = run.cache.table.n_free
+    with pytest.raises(UserError, match=words):
+        call(run.cache)
+    assert run.cache.table.n_free == n_free
+    run.step([1, 1, 1, 1])
 
 
 def test_a_token_that_goes_nowhere_leaves_a_page_that_another_writes_to_alone():
@@ -242,32 +216,18 @@ def test_allocated_equals_planned_for_any_plan(config, batch, room, kv_dtype, n_
     assert rings + page_nbytes(plan, batch * room, kv_dtype) == plan.nbytes(batch, room, kv_dtype)
 
 
-def test_fill_takes_pages_for_every_row():
-    model = random_model(STACK, torch.float32)
-    cache = model.new_cache(2, 64, 'int8', cache_class=PagedKVCache, n_pages=32, page_size=4)
-    feed(model, cache, tokens(2, 9), [9])
-    assert cache.fill_(61) is cache
-    assert cache.lengths.tolist() == [61, 61] and cache.table.n_free == 0
-    pools, rings = ([store for store in cache.stores if (store in cache.pools) == paged]
-                    for paged in (True, False))
-    # all pages, of which the last of a row has 1 of 4 positions
-    pages = torch.tensor(cache.table.rows).flatten()
-    filled = [x[pages].view(2, 16, -1, 4, x.size(-1)).transpose(2, 3).flatten(1, 2)[:, :61]
-              for store in pools for x in store.tensors]
-    filled += [x for store in rings for x in store.tensors]
-    assert len(filled) > 4 and all((x != 0).any(-1).all() for x in filled)
-    cache.fill_(0)
-    assert cache.table.n_free == 32
-
-
-def test_fill_beyond_the_pool_is_an_error_that_a_reset_mends():
+def test_fill_takes_pages_for_every_row_or_is_an_error_that_a_reset_mends():
     run = Run(STACK, 2, 40, n_pages=9, page_size=4)
     run.step([5, 5])
-    with pytest.raises(UserError, match='41'):
-        run.cache.fill_(41)
-    run.step([1, 1])
     with pytest.raises(OutOfPages, match='5 more pages .* 4 of 9'):
         run.cache.fill_(20)
     run.reset(0, 1)
+    assert run.cache.fill_(15) is run.cache and run.cache.table.n_free == 1
+    for pool in run.cache.pools:
+        for row in run.cache.table.rows:
+            for x in pool.tensors:  # (pages, heads, positions, D) -> (heads, positions, D)
+                assert (torch.cat([*x[row]], dim=1)[:, :15] != 0).any(-1).all()
+    run.reset(0, 1)
+    assert held_pages(run.cache) == 0 and run.cache.table.n_free == 9
     run.step([13, 5])
     run.step([1, 1])

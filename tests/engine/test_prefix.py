@@ -3,7 +3,6 @@ import copy
 import random
 
 import pytest
-import torch
 
 from engine.engine import Engine
 from engine.requests.pace import Pace
@@ -46,12 +45,16 @@ def conversation(random, said, turn):
     *((kind, 'float64', 20_000, 24, '') for kind in ('offset keys', 'latents', 'together')),
     *((kind, 'int4', 10 ** 9, 0, '') for kind in ('offset keys', 'tied', 'latents', 'sinks')),
     *((kind, 'float64', 7_000, 24, 'disk') for kind in MECHANISMS),
-    *((kind, 'float64', 10 ** 9, 24, 'asynchronous') for kind in (*KINDS, 'offset keys', 'tied'))])
-def test_conversations_get_what_they_get_without_it(kind, kv_dtype, budget, n_pages, how, tmp_path):
+    *((kind, 'float64', 10 ** 9, 24, 'asynchronous') for kind in (*KINDS, 'offset keys', 'tied')),
+    *((kind, 'float64', 10 ** 6, 0, 'paced') for kind in ('full stack', 'vanilla'))])
+def test_conversations_get_what_they_get_without_it(kind, kv_dtype, budget, n_pages, how, tmp_path,
+                                                    monkeypatch):
     """Three at a time, also with little memory; computed in float64, to exclude rounding. If a stop
     token ends an asynchronous reply, the row has computed one token more than the reply has."""
+    monkeypatch.setattr(Pace, 'room', lambda self, *rows: draw.randint(1, self.most))
     engine = engine_of(kind, budget, n_pages, kv_dtype=kv_dtype, asynchronous=how == 'asynchronous',
-                       prefix_folder=str(tmp_path) if how == 'disk' else '')
+                       prefix_folder=str(tmp_path) if how == 'disk' else '',
+                       slowdown=2.0 if how == 'paced' else 0.0)
     stops = (3, 8, 11, 13) if how == 'asynchronous' else ()
     draw, said = random.Random(kind), [prompt(5, seed=1)]
     for turn in range(6):
@@ -178,26 +181,6 @@ def test_a_prompt_beside_others_can_be_edited_anywhere(slowdown, monkeypatch):
     for n in range(1, 50):
         edited = ids[:n] + [(ids[n] + 1) % engine.model.config.vocab_size] * 2
         assert engine.prefix.match(edited).length == n
-
-
-def test_what_was_not_finite_is_forgotten(monkeypatch):
-    engine, ids = engine_of('full stack'), prompt(30)
-    engine.generate([ids[:12]], SamplingParams(1, seed=0))
-    plain = engine.model.forward
-
-    def spoilt(*args, **kwargs):
-        logits, loss = plain(*args, **kwargs)
-        return logits * torch.nan, loss
-    monkeypatch.setattr(engine.model, 'forward', spoilt)
-    [completion] = engine.generate([ids], SamplingParams(3, seed=0))
-    assert completion.finish_reason == 'error'
-    assert_nothing_leaked(engine)
-    monkeypatch.undo()
-    [completion] = engine.generate([ids], SamplingParams(3, seed=0))
-    assert completion.n_cached == 0  # nor is its beginning stored, which no other request shared
-    assert_same(completion, alone(model_of('full stack'), ids, SamplingParams(3, seed=0),
-                                  tokenizer=TOKENIZER))
-    assert_nothing_leaked(engine)
 
 
 def test_cancelled_after_an_interrupted_recovery(monkeypatch):

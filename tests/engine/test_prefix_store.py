@@ -194,21 +194,6 @@ def test_what_is_restored_is_what_was_there(shape, turns, budget, n_pages, kv_dt
 COARSE = ('window below a block', 'a window of one', 'offset keys', 'offset keys, all global')
 
 
-@pytest.mark.parametrize('shape', SHAPES)
-def test_a_text_that_goes_on_pays_only_for_what_is_new(shape):
-    """Even if few tokens are appended. If none are, its last token is recomputed, and where rows
-    resume only at ends of blocks and requests, up to a block."""
-    world, text, ends = World(shape), [], {0}
-    for n in [23, 1, 0, 1, 2, 5, 1, 9, 0, 0, 3]:
-        text = text + [i % 3 for i in range(n)]
-        last, before = len(text) - 1, max(ends)
-        known = min(last, before) // SIZE * SIZE
-        coarse = max(end for end in {known, *ends} if end <= last)
-        found = world.visit(text)
-        assert coarse <= found if shape in COARSE else found == min(last, before), (len(text), n)
-        ends.add(len(text))
-
-
 @pytest.mark.parametrize('shape', [shape for shape in SHAPES if shape not in COARSE])
 def test_a_text_edited_anywhere_is_recomputed_only_from_there(shape):
     world, text = World(shape), [i * i % 61 for i in range(60)]
@@ -296,12 +281,6 @@ def test_what_was_dropped_while_a_request_ran_is_copied_at_its_end():
     world.visit(text + [62])
 
 
-def test_rings_have_the_last_positions_before_an_end_and_none_after_the_row():
-    world = World('window below a block')
-    world.begin(0, [1, 2, 3, 4, 5])
-    assert [world.store.copier.n_in_ring(0, end) for end in range(8)] == [0, 0, 0, 0, 1, 2, 0, 0]
-
-
 def test_of_unneeded_parts_those_of_the_least_recently_used_text_go_first():
     world, texts = World(), [[i] * 40 for i in (1, 2, 3)]
     for text in texts:
@@ -349,17 +328,6 @@ def test_a_text_is_evicted_from_its_end_anchor_by_anchor():
         world.store.shrink_to(world.store.nbytes - 1)
         world.consistent()
     assert list(dict.fromkeys(lengths)) == expected
-
-
-def test_no_room_for_what_is_restored():
-    world = World('all global', n_pages=10)
-    world.visit([1] * 30)
-    world.begin(1, [2] * 38)  # the first row's pages go to the host
-    with pytest.raises(OutOfPages, match='pages of 4 positions are to be restored'):
-        world.store.restore(0, world.store.match([1] * 30))
-    assert world.cache.length(0) == 0 and world.cache.table.rows[0] == []
-    assert [block.users for block in world.store.blocks if block.users] == [1]  # row 1's
-    world.consistent()
 
 
 def test_after_a_fault_the_tree_is_the_truth():

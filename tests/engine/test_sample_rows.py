@@ -8,12 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config.gpt_config import GPTConfig
-from engine.engine import Engine
 from engine.requests.params import SamplingParams
 from engine.requests.sampler import (
     SampleRow, _penalised, _weights, draw_plain, sample_rows, uniforms)
-from tests.helpers.models import FULL_STACK, random_model
 
 params = st.builds(SamplingParams, temperature=st.sampled_from([0, 0.3, 1.0, 1.7]),
                    top_k=st.integers(0, 12), top_p=st.one_of(st.just(1.0), st.floats(0.05, 0.99)),
@@ -108,33 +105,35 @@ def test_neither_the_batch_nor_the_order_of_rows_changes_what_a_row_draws(batch,
             assert alone.logprobs[0] == together.logprobs[b] == shuffled.logprobs[place]
 
 
-@pytest.mark.parametrize('settings, kept_ids', [
-    (dict(top_k=2), {0, 1, 2, 3}), (dict(top_p=0.5), {0, 1, 2, 3}), (dict(top_p=0.01), {0}),
-    (dict(min_p=0.3), {0, 1, 2, 3}), (dict(top_k=1), {0}), (dict(top_k=5), {0, 1, 2, 3, 4})])
-def test_tokens_that_tie_with_the_least_likely_kept_are_kept(settings, kept_ids):
-    logits = torch.tensor([[3.0, 2.0, 2.0, 2.0, 1.0, -math.inf]])
+@pytest.mark.parametrize('weights, settings, kept', [
+    # tokens that tie with the least likely kept
+    *(((9, 4, 4, 4, 2, 0), settings, kept) for settings, kept in (
+        (dict(top_k=2), 4), (dict(top_p=0.5), 4), (dict(top_p=0.01), 1), (dict(min_p=0.4), 4),
+        (dict(top_k=1), 1), (dict(top_k=5), 5))),
+    # top-p stops once the sum equals its bound, and min-p keeps tokens exactly at its bound
+    *(((4, 2, 1, 1, 0), settings | dict(top_k=top_k), kept) for settings, kept in (
+        (dict(top_p=0.5), 1), (dict(top_p=0.75), 2), (dict(min_p=0.5), 2), (dict(min_p=0.25), 4))
+      for top_k in (0, 4))])
+def test_the_likeliest_tokens_are_kept(weights, settings, kept):
+    logits = torch.tensor([weights]).double().log()
     probs = probabilities(logits, [SampleRow(SamplingParams(**settings))])
-    assert set(probs[0].nonzero().flatten().tolist()) == kept_ids
+    assert probs[0].nonzero().flatten().tolist() == list(range(kept))
 
 
-@pytest.mark.parametrize('settings, n_kept', [(dict(top_p=0.5), 1), (dict(top_p=0.75), 2),
-                                              (dict(min_p=0.5), 2), (dict(min_p=0.25), 4)])
-@pytest.mark.parametrize('top_k', [0, 4])
-def test_a_bound_that_is_reached_exactly(settings, n_kept, top_k):
-    """Top-p stops once the sum equals its bound, and min-p keeps tokens exactly at its bound;
-    weights 1, 1/2, 1/4, 1/4."""
-    logits = torch.tensor([[1.0, 0.5, 0.25, 0.25, 0.0][:5 if top_k else 4]]).double().log()
-    row = SampleRow(SamplingParams(**settings, top_k=top_k))
-    assert int((probabilities(logits, [row]) > 0).sum()) == n_kept
-
-
-def test_top_p_of_one_keeps_tokens_too_unlikely_to_change_a_sum(monkeypatch):
-    """1 + exp(-40) == 1, yet the smallest random number selects it, even next to a top-p row."""
-    monkeypatch.setattr('engine.requests.sampler.uniforms', lambda seed, position, n: [0.0] * n)
-    logits = torch.tensor([[-40.0, 0.0, -50.0]]).expand(2, 3)
-    for top_k in (0, 2):
-        rows = [SampleRow(SamplingParams(top_p=p, top_k=top_k)) for p in (1.0, 0.5)]
-        assert sample_rows(logits, rows).tokens.tolist() == [0, 1]
+@pytest.mark.parametrize('u, logits, settings, expected', [
+    # 1 + exp(-40) == 1, yet the smallest random number selects it, even next to a top-p row
+    *((0.0, [-40.0, 0.0, -50.0], [dict(top_p=p, top_k=top_k) for p in (1.0, 0.5)], [0, 1])
+      for top_k in (0, 2)),
+    # the ends of the unit interval draw a token that is kept
+    *((u, [-math.inf, -9.0, 1.0, 1.5, 0.3, -9.0, -math.inf],
+       [{}, dict(top_k=3), dict(top_p=0.9), dict(min_p=0.1)], tokens)
+      for u, tokens in ((0.0, [1, 2, 2, 2]), (1 - 2.0 ** -53, [5, 4, 4, 4])))])
+def test_what_the_smallest_and_the_largest_numbers_draw(monkeypatch, u, logits, settings, expected):
+    monkeypatch.setattr('engine.requests.sampler.uniforms', lambda seed, position, n: [u] * n)
+    rows = [SampleRow(SamplingParams(**each)) for each in settings]
+    for scale in torch.linspace(0.9, 1.1, 20) if len(logits) > 3 else (1,):
+        drawn = sample_rows((torch.tensor(logits) * scale).expand(len(rows), -1), rows)
+        assert drawn.tokens.tolist() == expected
 
 
 def test_uniforms_are_philox_of_seed_and_position():
@@ -152,17 +151,6 @@ def test_the_number_of_a_token_does_not_depend_on_where_a_row_began(start, asked
         drawn = [row.uniform() for _ in range(times - 1)]
         assert drawn == uniforms(3, row.n_drawn, 1) * (times - 1)
         row.append(1)
-
-
-@pytest.mark.parametrize('u', [0.0, 1 - 2.0 ** -53])
-@pytest.mark.parametrize('settings', [dict(), dict(top_k=3), dict(top_p=0.9), dict(min_p=0.1)],
-                         ids=str)
-def test_the_ends_of_the_unit_interval_draw_a_token_that_is_kept(monkeypatch, u, settings):
-    monkeypatch.setattr('engine.requests.sampler.uniforms', lambda seed, position, n: [u] * n)
-    logits = torch.tensor([-math.inf, -9.0, 1.0, 1.5, 0.3, -9.0, -math.inf])
-    logits = logits * torch.linspace(0.9, 1.1, 20)[:, None]
-    tokens = sample_rows(logits, [SampleRow(SamplingParams(**settings))] * 20).tokens.tolist()
-    assert set(tokens) == ({2 if settings else 1} if u == 0 else {4 if settings else 5})
 
 
 BAD = [[math.nan, 1.0, 2.0], [3.0, 1.0, math.nan], [math.inf, 1.0, 2.0], [-math.inf] * 3,
@@ -209,34 +197,22 @@ def test_extreme_logits_and_temperature_do_not_overflow(settings):
     {}, dict(top_k=4), dict(top_p=0.7), dict(min_p=0.2), dict(top_k=9, top_p=0.7, min_p=0.1)])
 @pytest.mark.parametrize('bad', [False, True])
 def test_sampling_does_not_wait_for_a_device(waits, temperatures, restricted, bad):
+    """Neither `sample_rows`, nor the operations for plain rows, which can be captured."""
     logits = random_logits(3, 30)
     logits[1, 3] = math.nan if bad else 0.0
     rows = [SampleRow(SamplingParams(temperature=t, seed=k, **restricted))
             for k, t in enumerate(temperatures)]
-    tokens = sample_rows(logits, rows).tokens
-    assert waits == []
     expected = [by_inverse_cdf(plainly(logits[b], row.params, []), row.uniform()) if t else
-                int(logits[b].argmax()) for b, (row, t) in enumerate(zip(rows, temperatures))
-                if not (bad and b == 1)]
-    assert [token for token in tokens.tolist() if token >= 0] == expected
-    assert (tokens[1] < 0) == bad
-
-
-@pytest.mark.parametrize('temperatures', [(0, 0, 0), (0.8, 0.8, 0.8), (0, 1.0, 0.5)])
-def test_plain_rows_in_operations_that_can_be_captured(waits, temperatures):
-    logits = random_logits(3, 30)
-    logits[1, 3] = math.inf
-    rows = [SampleRow(SamplingParams(temperature=t, seed=k)) for k, t in enumerate(temperatures)]
-    assert all(row.plain for row in rows)
-    for other in (dict(top_k=3), dict(top_p=0.9), dict(min_p=0.1), dict(repetition_penalty=1.1),
-                  dict(logprobs=0)):
-        assert not SampleRow(SamplingParams(**other)).plain
+                int(logits[b].argmax()) for b, (row, t) in enumerate(zip(rows, temperatures))]
+    expected[1] = -1 if bad else expected[1]
     numbers = [torch.tensor([[t] for t in temperatures]).double(),
                torch.tensor([[row.uniform()] for row in rows]).double()]
     waits.clear()
-    tokens = draw_plain(logits, *numbers if any(temperatures) else ())
+    drawn = [sample_rows(logits, rows).tokens]
+    if all(row.plain for row in rows):
+        drawn.append(draw_plain(logits, *numbers if any(temperatures) else ()))
     assert waits == []
-    assert tokens.tolist() == sample_rows(logits, rows).tokens.tolist() and tokens[1] == -1
+    assert [tokens.tolist() for tokens in drawn] == [expected] * (1 if restricted else 2)
 
 
 def test_wrong_calls():
@@ -270,23 +246,3 @@ def test_hugging_faces_processors_give_the_same_distributions(temperature, top_k
             probs = probabilities(logits, [SampleRow(SamplingParams(**ours), seen)])
             assert torch.equal(probs > 0, theirs > -math.inf)
             torch.testing.assert_close(probs, theirs.softmax(-1), rtol=1e-9, atol=0)
-
-
-@pytest.mark.parametrize('asynchronous', [False, True])
-def test_a_decode_step_of_the_engine_waits_once_for_the_device(waits, asynchronous):
-    model = random_model(GPTConfig(**FULL_STACK), torch.float32)
-    engine = Engine(model, 4, 30, asynchronous=asynchronous)
-
-    class Decode:
-        def __call__(self, tokens, lens=None):
-            engine.cache.begin(1, lens, range(len(tokens)))
-            engine.cache.commit()
-            return torch.ones(len(tokens), model.config.vocab_size)
-    engine.fast_decode = Decode()
-    for k in range(4):
-        params = SamplingParams(max_new_tokens=20, temperature=k % 2, seed=k)
-        engine.submit([1, 2], params)
-    for _ in range(3):  # prompts; the first tokens
-        engine.step()
-    waits.clear()
-    assert len(engine.step()) == 4 and waits == ['tolist']

@@ -198,18 +198,6 @@ def shape(work):
     return prefill, [r.number for r in work.decode]
 
 
-def test_short_prompts_are_computed_together_and_a_long_one_in_chunks_beside_those_that_decode():
-    s = Simulation(batch_size=4, max_seq_len=40, n_pages=40, prefill_chunk=8)
-    for n in (3, 4, 20):
-        s.add(n, 9)
-    assert shape(s.step()) == ([[(0, 3), (1, 4)]], [])
-    assert shape(s.step()) == ([[(2, 8)]], [0, 1])
-    s.add(1, 9)
-    assert shape(s.step()) == ([[(2, 8)]], [0, 1])
-    assert shape(s.step()) == ([[(2, 4)], [(3, 1)]], [0, 1])
-    assert shape(s.step()) == ([], [0, 1, 2, 3])
-
-
 @pytest.mark.parametrize('sizes, requests, n_running', [
     # one page is left free: otherwise the first request's next token would preempt the second
     (dict(batch_size=2, max_seq_len=16, n_pages=4), [(8, 5), (8, 2)], 1),

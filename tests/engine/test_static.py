@@ -8,7 +8,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from config.errors import UserError
 from config.gpt_config import GPTConfig
 from engine.steps import static
 from engine.pages.cache import PagedKVCache
@@ -121,31 +120,6 @@ def test_a_page_that_one_row_takes_costs_one_entry(monkeypatch):
     # a position, page, offset and number of keys for each row; row, place and page of one entry
     assert sent == [256, 3, 256]
     assert view.block_table.tolist() == whole(cache, 64)
-
-
-@pytest.mark.parametrize('paged', [False, True])
-def test_numbers_of_a_step(paged):
-    """Rows that are long, inactive, empty: where K and V go, and how many keys they have."""
-    pages = dict(cache_class=PagedKVCache, n_pages=9, page_size=4) if paged else {}
-    model = random_model(GPTConfig(**FULL_STACK), torch.float32)  # rings of 5
-    cache = model.new_cache(4, 20, **pages)
-    view = StaticCache(cache, 4)
-    if paged:
-        with pytest.raises(UserError, match='reserve pages'):
-            view.set([12, None, 0])
-        cache.reserve(0, 13), cache.reserve(2, 1)
-    view.set([12, None, 0])
-    assert view.positions.tolist() == [[12], [0], [0], [0]]
-    for layer in model.plan.layers:
-        rows, places = (x.tolist() for x in view.target(layer))
-        keys = view._places[view._kind(cache.stores[layer.slot])][2].tolist()
-        if layer.window:
-            assert (rows, places, keys) == ([0, 1, 2, 3], [2, -1, 0, -1], [5, 0, 1, 0])
-        elif paged:
-            of_row = [pages[-1] for pages in cache.table.rows if pages]
-            assert (rows[0], rows[2]) == tuple(of_row) and places == [0, -1, 0, -1]
-        else:
-            assert (rows, places, keys) == ([0, 1, 2, 3], [12, -1, 0, -1], [13, 0, 1, 0])
 
 
 @pytest.mark.parametrize('paged', [False, True])

@@ -21,28 +21,18 @@ def cut(text, stops):
     return text
 
 
-def through(filter, pieces):
-    return ''.join([filter(piece) for piece in pieces]) + filter.end()
-
-
 @given(pieces=st.lists(SHORT, max_size=8), stops=STOPS)
-def test_whatever_the_pieces_the_text_ends_at_the_first_stop_text(pieces, stops):
-    text, filter = ''.join(pieces), StopFilter(stops)
-    assert through(filter, pieces) == cut(text, stops)
-    assert (filter.found is not None) == any(stop in text for stop in stops)
-
-
-@given(pieces=st.lists(SHORT, max_size=8), stops=STOPS)
-def test_text_is_out_as_soon_as_it_is_certain_and_no_sooner(pieces, stops):
+def test_the_text_ends_at_the_first_stop_text_and_is_out_as_soon_as_it_is_certain(pieces, stops):
     """Exactly the longest suffix that is the beginning of a stop text is held back."""
     filter, text, out = StopFilter(stops), '', ''
     for piece in pieces:
         text, out = text + piece, out + filter(piece)
-        if filter.found:
-            break
-        ends = [text[i:] for i in range(len(text) + 1)]
-        assert out + next(end for end in ends if end == ''
-                          or any(stop.startswith(end) for stop in stops)) == text
+        if filter.found is None:
+            ends = [text[i:] for i in range(len(text) + 1)]
+            assert out + next(end for end in ends if end == ''
+                              or any(stop.startswith(end) for stop in stops)) == text
+    assert out + filter.end() == cut(text, stops)
+    assert (filter.found is not None) == any(stop in text for stop in stops)
 
 
 # -- the text of a sample --------------------------------------------------------------------------

@@ -95,14 +95,6 @@ def test_torchs_matmul_is_given_sizes_that_cuda_takes(recorded):
     assert found.shape == expected.shape and (found - expected).abs().max() < 1e-4
 
 
-def test_widths_that_cuda_does_not_take_are_an_error_before_anything_changes(monkeypatch):
-    model = model_with(mlp_hidden=100)
-    monkeypatch.setattr(GPT, 'device', torch.device('cuda'))
-    with pytest.raises(UserError, match='multiple of 8, and one is 100 wide'):
-        quantize_weights(model, 'int8')
-    assert weights_dtype(model) == 'float32' and isinstance(model.lm_head, torch.nn.Linear)
-
-
 @pytest.mark.skipif(native.library() is None, reason='no compiler here')
 def test_int4_takes_half_of_int8():
     linear = torch.nn.Linear(512, 64, bias=False)
@@ -111,11 +103,22 @@ def test_int4_takes_half_of_int8():
     assert sizes == [64 * 512 + 64 * 4, 64 * 512 // 2 + 64 * 16 * 2]
 
 
-@pytest.mark.parametrize('group', [0, 4, 12, 24, 48])
-def test_a_group_that_does_not_divide_is_an_error_before_anything_changes(group):
-    model = model_with()
-    with pytest.raises(UserError, match=f'int4_group={group}.*multiple of 8'):
-        quantize_weights(model, 'int4', group)
+@pytest.mark.parametrize('call, held, words', [
+    *((lambda model, group=group: quantize_weights(model, 'int4', group), 'float32',
+       f'int4_group={group}.*multiple of 8') for group in (0, 4, 12, 24, 48)),
+    (compile_for_decode, 'int8', 'compile=True does not go with weights in int8')])
+def test_what_is_refused_changes_nothing(call, held, words):
+    model = model_with(held if held == 'int8' else 'auto')
+    with pytest.raises(UserError, match=words):
+        call(model)
+    assert weights_dtype(model) == held
+
+
+def test_widths_that_cuda_does_not_take_are_an_error_before_anything_changes(monkeypatch):
+    model = model_with(mlp_hidden=100)
+    monkeypatch.setattr(GPT, 'device', torch.device('cuda'))
+    with pytest.raises(UserError, match='multiple of 8, and one is 100 wide'):
+        quantize_weights(model, 'int8')
     assert weights_dtype(model) == 'float32' and isinstance(model.lm_head, torch.nn.Linear)
 
 
@@ -174,11 +177,6 @@ def test_a_compiled_mlp_clamps_its_inputs():
         expected = mlp(x)
         mlp.compile(backend='eager', fullgraph=True)
         assert torch.allclose(mlp(x), expected)
-
-
-def test_quantized_weights_are_not_compiled():
-    with pytest.raises(UserError, match='compile=True does not go with weights in int8'):
-        compile_for_decode(model_with('int8'))
 
 
 def test_mlps_alone_are_compiled(monkeypatch):
