@@ -209,8 +209,7 @@ def main(argv=None):
                              for model in models)))
     print_table(output(), table_of(('', 'ours', 'vanilla'), rows))
     if not all('batch' in model for model in models):
-        too_slow = f', or a step of one takes longer than tpot={s.tpot:g}' if s.tpot else ''
-        print('-: no conversation has room' + too_slow)
+        print(f'-: no conversation has room, or a step of one takes longer than tpot={s.tpot:g}')
     if s.json:
         print(json.dumps(found))
 

@@ -19,7 +19,6 @@ from tests.helpers.models import (
 )
 from training.run import prepare
 
-
 VANILLA = dict(n_layer=2, n_head=4, n_embd=24, block_size=64, vocab_size=VOCAB)
 KINDS = pytest.mark.parametrize('kind', [FULL_STACK, VANILLA], ids=['full stack', 'vanilla'])
 PAGED = pytest.mark.parametrize('pages',
