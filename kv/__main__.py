@@ -20,7 +20,7 @@ from config.errors import UserError
 from config.gpt_config import GPTConfig
 from config.schema import KV, MODEL
 from config.sizes import nice_bytes, parse_bytes
-from kv.capacity import WEIGHT_BYTES, fitting, parameters, prefill_flops, vocabulary
+from kv.capacity import WEIGHT_BYTES, parameters, prefill_flops, vocabulary
 from kv.plan import plan_kv
 from kv.report import REPORTED_DTYPES, account
 from kv.svg import plan_svg
@@ -30,108 +30,97 @@ OF_OTHERS = 'like', 'page_size', 'step_tokens'
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
-    paths = positional(argv)
-    others = [arg for arg in paths if is_config_of_others(arg)]
-    saved = others or [arg for arg in paths if arg.endswith('.pt') or Path(arg).is_dir()]
+    takes_value = {f'--{key.name}' for key in KV if not isinstance(key.default, bool)}
+    positional = [arg for before, arg in zip(['', *argv], argv)
+                  if not arg.startswith('-') and before not in takes_value]
+    others = [arg for arg in positional if is_config_of_others(arg)]
+    saved = others or [arg for arg in positional if arg.endswith('.pt') or Path(arg).is_dir()]
     if len(saved) > 1:
         raise UserError(f"one model at a time, not {' and '.join(saved)}")
     rest = [arg for arg in argv if arg not in saved]
     s = configurator.parse('kv', rest, usage=__doc__, echo=False)
-    if others:
-        describe(others[0], s)
-    else:
-        describe_plan(saved_config(Path(saved[0])) if saved else None, s)
+    refused = {'svg', *(key.name for key in MODEL)} if others else {*OF_OTHERS}
+    for name in sorted(s.given.keys() & refused):
+        why = f'the shape of {others[0]} is in its config' if others else (
+            'is for models of Hugging Face, by the folder of a config.json or a name on the hub')
+        raise UserError(f'{name}={getattr(s, name)!r}: {why}')
+    document = describe(others[0], s) if others else describe_plan(saved, s)
+    if s.json:
+        print(json.dumps(document))
 
 
-def describe_plan(config: GPTConfig | None, s) -> None:
-    """Print the report of a model of ours. config: of a checkpoint, which settings may change."""
-    from kv.console import WHOLE, output, print_table
+def describe_plan(saved: list[str], s) -> dict:
+    """Print the report of a model of ours, and return its numbers by kv_dtype. saved: a checkpoint
+    whose config the settings may change, or none."""
+    from kv.console import output, print_table
     from kv.tables import dtype_table, print_report
     given = {key.name: getattr(s, key.name) for key in MODEL if key.name in s.given}
-    config = dataclasses.replace(config or GPTConfig(vocab_size=vocabulary(s)), **given)
+    config = saved_config(Path(saved[0])) if saved else GPTConfig(vocab_size=vocabulary(s))
+    config = dataclasses.replace(config, **given)
     plan, T = plan_kv(config), s.max_seq_len or config.block_size
     for name, value in (('max_seq_len', T), ('batch', s.batch)):
         if value < 1:
             raise UserError(f'{name}={value}: must be at least 1')
-    for name in OF_OTHERS:
-        if name in s.given:
-            raise UserError(f'{name}={getattr(s, name)!r}: is for models of Hugging Face, by the '
-                            'folder of a config.json or a name on the hub')
-    document = {dtype: account(plan, s.batch, T, dtype) for dtype in REPORTED_DTYPES}
+
+    n = parameters(config, plan)
+    sizes = {dtype: n * size for dtype, size in WEIGHT_BYTES.items()}
+    flops, untrimmed = (prefill_flops(config, plan, T, trim=trim) / T for trim in (True, False))
+    weights = {'parameters': n, 'bytes': sizes, 'tokens': T, 'prefill_flops_per_token': flops,
+               'prefill_flops_per_token_untrimmed': untrimmed}
+    document = {dtype: account(plan, s.batch, T, dtype) | {'weights': weights}
+                for dtype in REPORTED_DTYPES}
     if s.budget:
         budget = parse_bytes(s.budget)
         for dtype, numbers in document.items():
-            numbers |= {'budget': budget, 'fit': fitting(plan, budget, T, dtype),
-                        'fit_vanilla': fitting(plan.vanilla(), budget, T, dtype)}
-    asked = document[s.kv_dtype]
+            numbers |= {'budget': budget, 'fit': budget // plan.nbytes(1, T, dtype),
+                        'fit_vanilla': budget // plan.vanilla().nbytes(1, T, dtype)}
     if s.svg:
         try:
             Path(s.svg).write_text(plan_svg(plan, T, s.kv_dtype), encoding='utf-8')
         except OSError as e:
             raise UserError(f'svg={s.svg!r} cannot be written: {e.strerror or e}') from e
-    console = output()
+
+    asked, console = document[s.kv_dtype], output()
     latents = f', latents of {config.kv_latent} on global layers' if config.kv_latent else ''
     print_report(asked, console,
                  f'KV plan in {s.kv_dtype}: {config.n_layer} layers, {plan.n_head} heads '
                  f'({plan.n_kv_head} for K/V{latents}) of {plan.head_dim}, T={T}, '
                  f"W={config.window_size or '-'}")
     print_table(console, dtype_table(document), f'\nevery kv_dtype, {s.batch} x {T:,} tokens')
-
-    n = parameters(config, plan)
-    sizes = {dtype: n * size for dtype, size in WEIGHT_BYTES.items()}
-    flops, untrimmed = (prefill_flops(config, plan, T, trim=trim) / T for trim in (True, False))
-    console.print(f'\n{n:,} parameters: '
-                  + ', '.join(f'{nice_bytes(size)} in {dtype}' for dtype, size in sizes.items())
-                  + f'\nprefill of {T:,} tokens: {flops / 1e6:,.1f} MFLOPs a token, '
-                  f'{untrimmed / flops:.2f}x fewer than with every token in every layer', **WHOLE)
+    print(f'\n{n:,} parameters: '
+          + ', '.join(f'{nice_bytes(size)} in {dtype}' for dtype, size in sizes.items())
+          + f'\nprefill of {T:,} tokens: {flops / 1e6:,.1f} MFLOPs a token, '
+          f'{untrimmed / flops:.2f}x fewer than with every token in every layer')
     if config.pos_embedding == 'learned' and T > config.block_size:
-        console.print(f'Note: learned positions end at block_size={config.block_size:,}: '
-                      'a cache of this model holds no more; these are the bytes of its shape '
-                      'with --pos_embedding=rope', **WHOLE)
+        print(f'Note: learned positions end at block_size={config.block_size:,}: a cache of this '
+              'model holds no more; these are the bytes of its shape with --pos_embedding=rope')
     if s.budget:
-        console.print(f"{s.budget} of KV holds {asked['fit']:,} conversations of {T:,} tokens in "
-                      f"{s.kv_dtype}; vanilla GPT-2 of this shape {asked['fit_vanilla']:,}",
-                      **WHOLE)
-    if s.json:
-        weights = {'parameters': n, 'bytes': sizes, 'tokens': T, 'prefill_flops_per_token': flops,
-                   'prefill_flops_per_token_untrimmed': untrimmed}
-        print(json.dumps({dtype: numbers | {'weights': weights}
-                          for dtype, numbers in document.items()}))
+        print(f"{s.budget} of KV holds {asked['fit']:,} conversations of {T:,} tokens in "
+              f"{s.kv_dtype}; vanilla GPT-2 of this shape {asked['fit_vanilla']:,}")
+    return document
 
 
-def describe(where: str, s) -> None:
-    """Print the account of somebody's model."""
+def describe(where: str, s) -> dict:
+    """Print the account of somebody's model, and return it."""
     from kv.console import output
     from kv.models.account import account as account_of
     from kv.models.config import read_config
     from kv.models.report import print_account
-    for name in sorted(s.given.keys() & {'svg', *(key.name for key in MODEL)}):
-        raise UserError(f'{name}={getattr(s, name)!r}: the shape of {where} is in its config')
     found = account_of(read_config(where), s.batch, s.max_seq_len or 4096, s.kv_dtype,
                        budget=parse_bytes(s.budget) if s.budget else 0,
                        **{name: getattr(s, name) for name in OF_OTHERS})
     print_account(found, output())
-    if s.json:
-        print(json.dumps(found))
-
-
-def positional(argv: list[str]) -> list[str]:
-    """The arguments that are neither flags nor, as in `--svg FILE`, their values."""
-    takes_value = {f'--{key.name}' for key in KV if not isinstance(key.default, bool)}
-    return [arg for before, arg in zip(['', *argv], argv)
-            if not arg.startswith('-') and before not in takes_value]
+    return found
 
 
 def is_config_of_others(arg: str) -> bool:
     """Whether an argument is a config.json, a folder with one and without a checkpoint, or a name
     on the hub."""
     path = Path(arg)
-    if arg.endswith(('.py', '.pt')):
-        return False
     if path.is_dir():
         return (path / 'config.json').is_file() and not (path / 'ckpt.pt').exists()
     on_hub = arg.count('/') == 1 and not path.exists() and not path.parent.exists()
-    return arg.endswith('.json') or on_hub
+    return arg.endswith('.json') or (on_hub and not arg.endswith(('.py', '.pt')))
 
 
 def saved_config(path: Path) -> GPTConfig:
@@ -140,13 +129,12 @@ def saved_config(path: Path) -> GPTConfig:
     Raises:
         UserError: if there is no checkpoint, or it is damaged.
     """
-    from training.checkpoint import config_of, read_file
-    from training.checkpoint_manager import load_to_resume
+    from training.checkpoint import config_of, load_checkpoint, read_file
     path = path / 'ckpt.pt' if path.is_dir() else path
     try:
         return config_of(read_file(path, mmap=True), path)
     except Exception:  # cannot be memory-mapped; if damaged, the loader says so
-        return config_of(load_to_resume(path, whole=False), path)
+        return config_of(load_checkpoint(path, whole=False), path)
 
 
 if __name__ == '__main__':

@@ -111,11 +111,6 @@ def prefill_flops(config: GPTConfig, plan: KVPlan, tokens: int, before: int = 0,
     return total
 
 
-def fitting(plan: KVPlan, budget: int, max_seq_len: int, kv_dtype: str) -> int:
-    """Number of sequences of `max_seq_len` tokens that fit in `budget` bytes of KV."""
-    return budget // plan.nbytes(1, max_seq_len, kv_dtype)
-
-
 def read_nbytes(plan: KVPlan, batch: int, held: int, kv_dtype: str) -> int:
     """Bytes that a decode step reads for `batch` sequences of length `held`, including the new
     token: each layer reads its slot, shared or not."""
@@ -214,8 +209,7 @@ def main(argv=None):
                              for model in models)))
     print_table(output(), table_of(('', 'ours', 'vanilla'), rows))
     if not all('batch' in model for model in models):
-        too_slow = f', or a step of one takes longer than tpot={s.tpot:g}' if s.tpot else ''
-        print('-: no conversation has room' + too_slow)
+        print(f'-: no conversation has room, or a step of one takes longer than tpot={s.tpot:g}')
     if s.json:
         print(json.dumps(found))
 

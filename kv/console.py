@@ -6,7 +6,6 @@ from rich.table import Table
 from rich.text import Text
 
 UNLIMITED = 10_000  # columns
-WHOLE = dict(highlight=False, soft_wrap=True)  # how a line of text is printed
 
 
 def output() -> Console:
@@ -30,12 +29,10 @@ def table_of(header, rows, left=('',), wrap=(), bold=()) -> Table:
 def print_table(console: Console, table: Table, title: str = '') -> None:
     """Print the table below its title, with all words and numbers whole.
 
-    Where the terminal is too narrow, text is wrapped between words (within them in columns with
-    overflow='fold'); then lines become too long. (rich would cut numbers, and pads titles.)
+    Where the terminal is too narrow, text is wrapped between words; then lines become too long.
+    (rich would cut numbers, and pads titles.)
     """
     for column in table.columns:
-        if column.overflow == 'fold':
-            continue
         pieces = [str(cell) for cell in (column.header, *column.cells)]
         if not column.no_wrap:  # the first word of a cell keeps its indentation
             pieces = [word for text in pieces for word in re.findall(r'^\s*\S+|\S+', text)]

@@ -11,7 +11,6 @@ TOP = 120  # y of the first row
 BOX, LANE, BAR = 48, 12, 200  # widths of a layer's box, of a slot's lane, of the longest bar
 FONT = 12
 CHARACTER = 0.61 * FONT  # at least the width of a character in common monospaced fonts
-TIMES = '\N{MULTIPLICATION SIGN}'
 
 STYLE = """text {{ font: {font}px ui-monospace, monospace; fill: {ink}; white-space: pre }}
 .dim {{ fill: {dim} }}
@@ -31,11 +30,7 @@ DARK = dict(ink='#e6edf3', dim='#9aa4af', on='#0d1117', blue='#6cb0ff', pale='#1
 
 
 def plan_svg(plan: KVPlan, max_seq_len: int, kv_dtype: str) -> str:
-    """Return the SVG for one sequence of `max_seq_len` tokens, with a light and a dark scheme.
-
-    Raises:
-        UserError: if kv_dtype is unknown.
-    """
+    """Return the SVG for one sequence of `max_seq_len` tokens, with a light and a dark scheme."""
     head, table, ratio = texts(plan, max_seq_len, kv_dtype)
     lanes = lanes_of(plan.slots)
     first_lane = MARGIN + BOX + 20
@@ -44,30 +39,28 @@ def plan_svg(plan: KVPlan, max_seq_len: int, kv_dtype: str) -> str:
     bottom = TOP + PITCH * len(plan.layers)
     elements = [text(MARGIN, 24 + 20 * i, line, 'strong' if i == 0 else 'dim')
                 for i, line in enumerate(head)]
-    elements += [text(text_x, TOP - 8, table[0], 'dim'),
-                 text(bars, TOP - 8, f'held of T = {max_seq_len:,}', 'dim')]
+    elements.append(text(bars, TOP - 8, f'held of T = {max_seq_len:,}', 'dim'))
 
     for slot, lane in zip(plan.slots, lanes):
         x, y = first_lane + LANE * lane, TOP + PITCH * (slot.owner + 0.5)
         last = TOP + PITCH * (slot.layers[-1] + 0.5)
         held = max(2, BAR * slot.capacity(max_seq_len) / max_seq_len)
-        elements += [f'<g id="slot-{slot.index}">', line_to(x, y, x, last, 'reader'),
-                     line_to(bars, y, bars + BAR, y, 'rule'), bar(bars, y, held, slot.kind),
-                     text(text_x, y + 4, table[1 + slot.index]), '</g>']
+        elements += [line_to(x, y, x, last, 'reader'), line_to(bars, y, bars + BAR, y, 'rule'),
+                     bar(bars, y, held, slot.kind), text(text_x, y + 4, table[slot.index])]
 
     for layer in plan.layers:
         x, y = first_lane + LANE * lanes[layer.slot], TOP + PITCH * (layer.index + 0.5)
         role, end = ('owner', bars) if layer.owns else ('reader', x)
-        elements += [f'<g id="layer-{layer.index}">', line_to(MARGIN + BOX, y, end, y, role),
+        elements += [line_to(MARGIN + BOX, y, end, y, role),
                      f'<circle cx="{x:g}" cy="{y:g}" r="4" class="{role}"/>',
                      bar(MARGIN, y, BOX, layer.kind, height=20),
                      text(MARGIN + 8, y + 4, f'{layer.kind[0].upper()}{layer.index:4}',
-                          'on' if layer.kind == GLOBAL else ''), '</g>']
+                          'on' if layer.kind == GLOBAL else '')]
 
-    ours, vanilla = (p.nbytes(1, max_seq_len, kv_dtype) for p in (plan, plan.vanilla()))
-    for i, (share, kind) in enumerate(((ours / vanilla, GLOBAL), (1, 'vanilla'))):
+    share = plan.nbytes(1, max_seq_len, kv_dtype) / plan.vanilla().nbytes(1, max_seq_len, kv_dtype)
+    for i, (length, kind) in enumerate(((share, GLOBAL), (1, 'vanilla'))):
         y = bottom + 20 + PITCH * i
-        elements += [bar(bars, y, max(2, BAR * share), kind), text(text_x, y + 4, table[i - 2])]
+        elements += [bar(bars, y, max(2, BAR * length), kind), text(text_x, y + 4, table[i - 2])]
     elements.append(text(MARGIN, bottom + 84, ratio, 'strong'))
 
     width = MARGIN + max([text_x + CHARACTER * len(table[0])]
@@ -75,54 +68,41 @@ def plan_svg(plan: KVPlan, max_seq_len: int, kv_dtype: str) -> str:
     dark = f'@media (prefers-color-scheme: dark) {{\n{STYLE.format(font=FONT, **DARK)}}}'
     return '\n'.join([
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{bottom + 96}" '
-        f'viewBox="0 0 {width:.0f} {bottom + 96}" role="img" aria-labelledby="title desc">',
-        f'<title id="title">{head[0]}</title>',
-        f"<desc id=\"desc\">{'; '.join(' '.join(row.split()) for row in [*table, ratio])}</desc>",
+        f'viewBox="0 0 {width:.0f} {bottom + 96}" role="img">', f'<title>{head[0]}</title>',
         f'<style>\n{STYLE.format(font=FONT, **LIGHT)}{dark}\n</style>', *elements, '</svg>\n'])
 
 
 def texts(plan: KVPlan, max_seq_len: int, kv_dtype: str) -> tuple[list[str], list[str], str]:
-    """The lines above the drawing, the rows of its table (a header, each slot, all slots, vanilla
-    GPT-2), and the line below."""
-    vanilla, f = plan.vanilla(), plan.factors(max_seq_len, kv_dtype)
-    ours, theirs = (p.nbytes(1, max_seq_len, kv_dtype) for p in (plan, vanilla))
-    heads = many(plan.n_kv_head, 'K/V head')
+    """The lines above the drawing, the words and bytes of each slot, of all slots and of vanilla
+    GPT-2, and the line below."""
+    ours, vanilla = (p.nbytes(1, max_seq_len, kv_dtype) for p in (plan, plan.vanilla()))
     kinds = {slot.kind: f'{slot.kind[0].upper()}: {slot.kind}, sees '
-             + (f"the last {many(slot.window, 'token')}" if slot.window else 'all tokens')
+             + (f'the last {slot.window:,} tokens' if slot.window else 'all tokens')
              for slot in plan.slots}
-    legend = [*kinds.values(), '\N{BLACK CIRCLE} computes K and V']
-    if len(plan.layers) > len(plan.slots):
-        legend.append('\N{WHITE CIRCLE} reads them')
-    head = [f"KV cache of {many(len(plan.layers), 'layer')} and {many(max_seq_len, 'token')}",
-            f"{many(plan.n_head, 'query head')}, {heads} of {plan.head_dim}, {kv_dtype}, "
-            'one sequence', '   '.join(legend)]
+    head = [f'KV cache of {len(plan.layers)} layers and {max_seq_len:,} tokens',
+            f'query heads {plan.n_head}, K/V heads {plan.n_kv_head}, head width {plan.head_dim}, '
+            f'{kv_dtype}, one sequence',
+            '   '.join([*kinds.values(), '\N{BLACK CIRCLE} computes K and V',
+                        '\N{WHITE CIRCLE} reads them'])]
 
-    rows = [('KV slot', 'layers', 'bytes')]
-    rows += [(slot_text(slot, max_seq_len), layers_text(slot),
-              f'{slot.nbytes(1, max_seq_len, kv_dtype):,}') for slot in plan.slots]
-    rows += [(f"all {many(len(plan.slots), 'slot')}, {heads}", '', f'{ours:,}'),
-             (f"vanilla GPT-2, {many(plan.n_head, 'K/V head')}", '', f'{theirs:,}')]
-    names, layers, sizes = (max(map(len, column)) for column in zip(*rows))
-    table = [f'{row[0]:<{names}}  {row[1]:<{layers}}  {row[2]:>{sizes}}' for row in rows]
+    rows = [(slot_text(slot, max_seq_len), slot.nbytes(1, max_seq_len, kv_dtype))
+            for slot in plan.slots]
+    rows += [(f'all slots: {len(plan.slots)}', ours),
+             (f'vanilla GPT-2, K/V heads: {plan.n_head}', vanilla)]
+    widest = max(len(words) for words, _ in rows)
+    table = [f'{words:<{widest}} {nbytes:>14,} bytes' for words, nbytes in rows]
 
-    verdict = f'= {theirs / ours:,.1f} times smaller than' if theirs > ours else 'as large as'
-    ratio = (f"K/V heads {f['heads']:.3g} {TIMES} windows {f['window']:.3g} {TIMES} sharing "
-             f"{f['sharing']:.3g} {verdict} vanilla GPT-2 in {kv_dtype}")
+    f = plan.factors(max_seq_len, kv_dtype)
+    ratio = (f"K/V heads {f['heads']:.3g} \N{MULTIPLICATION SIGN} windows {f['window']:.3g} "
+             f"\N{MULTIPLICATION SIGN} sharing {f['sharing']:.3g} = {vanilla / ours:,.1f} times "
+             f'smaller than vanilla GPT-2 in {kv_dtype}')
     return head, table, ratio
 
 
 def slot_text(slot: Slot, max_seq_len: int) -> str:
-    """What a slot holds: 'slot 2, global: all 1,024 tokens'; what it stores unless K and V."""
-    held = slot.capacity(max_seq_len)
+    """What a slot holds: 'slot 2, global: 1,024 tokens'; what it stores unless K and V."""
     form = f', latent of {slot.head_dim}' if slot.latent else ', K = V' * slot.tied
-    return (f"slot {slot.index}, {slot.kind}: {'all' if held == max_seq_len else 'the last'} "
-            f"{many(held, 'token')}{form}")
-
-
-def layers_text(slot: Slot) -> str:
-    """A slot's layers: '5 11'. Of many, the first and the last."""
-    names = [*map(str, slot.layers)]
-    return ' '.join(names if len(names) <= 6 else [*names[:4], '...', names[-1]])
+    return f'slot {slot.index}, {slot.kind}: {slot.capacity(max_seq_len):,} tokens{form}'
 
 
 def lanes_of(slots: tuple[Slot, ...]) -> list[int]:
@@ -148,7 +128,3 @@ def line_to(x: float, y: float, x2: float, y2: float, cls: str) -> str:
 
 def text(x: float, y: float, words: str, cls: str = '') -> str:
     return f'<text x="{x:g}" y="{y:g}" class="{cls}">{words}</text>'
-
-
-def many(n: int, noun: str) -> str:
-    return f"{n:,} {noun}{'s' * (n != 1)}"

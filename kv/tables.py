@@ -1,5 +1,5 @@
 """The KV-cache report in a terminal, as rich tables."""
-from kv.console import WHOLE, print_table, table_of
+from kv.console import print_table, table_of
 
 
 def print_report(numbers: dict, console, title: str) -> None:
@@ -22,18 +22,16 @@ def print_report(numbers: dict, console, title: str) -> None:
     print_table(console, table_of(
         ('slot', 'kind', 'layers', 'holds', shapes, 'dtype', 'bytes'), rows,
         left=('kind', 'layers', shapes, 'dtype'), wrap=('layers',), bold=('total',)), title)
-    console.print('[dim]* computes K and V, the others read them; vanilla: all global, '
-                  f"{numbers['n_head']} K/V heads[/dim]")
+    print(f"* computes K and V, the others read them; vanilla: all global, {numbers['n_head']} "
+          'K/V heads')
     f = numbers['factors']
-    lines = (f"heads {f['heads']:.3g} * window {f['window']:.3g} * sharing {f['sharing']:.3g} = "
-             f"{numbers['kv_ratio']:.1f}x smaller than vanilla {dtype}")
+    print(f"\nheads {f['heads']:.3g} * window {f['window']:.3g} * sharing {f['sharing']:.3g} = "
+          f"{numbers['kv_ratio']:.1f}x smaller than vanilla {dtype}")
     if dtype != 'bfloat16':
-        lines += (f"\n   ... * dtype {f['dtype']:.3g} = {numbers['kv_ratio_bf16']:.1f}x smaller "
-                  'than vanilla bfloat16')
-    console.print(f'\n[bold]{lines}[/bold]', highlight=False)
-    console.print(f"{numbers['bytes_per_token']:,.1f} bytes per token over "
-                  f"{numbers['max_seq_len']:,} tokens; each further token adds "
-                  f"{numbers['bytes_per_further_token']:,}", **WHOLE)
+        print(f"   ... * dtype {f['dtype']:.3g} = {numbers['kv_ratio_bf16']:.1f}x smaller than "
+              'vanilla bfloat16')
+    print(f"{numbers['bytes_per_token']:,.1f} bytes per token over {numbers['max_seq_len']:,} "
+          f"tokens; each further token adds {numbers['bytes_per_further_token']:,}")
 
 
 def dtype_table(numbers: dict[str, dict]):

@@ -12,7 +12,6 @@ from kv.plan import plan_kv
 from kv.report import REPORTED_DTYPES
 
 LIKE_WINDOW = 1024  # of `like_nanokv`, where the model has no windows
-LADDER_ROW = '+ int8 KV'
 
 
 def account(config: dict, batch: int = 1, max_seq_len: int = 4096, kv_dtype: str = 'bfloat16',
@@ -31,10 +30,9 @@ def account(config: dict, batch: int = 1, max_seq_len: int = 4096, kv_dtype: str
         by_dtype    {kv_dtype: bytes}
         engines     {engine: bytes allocated}; None: not known, or it cannot run the model
         assumed     what the config does not say, in words
-        filled      settings that the config leaves out, with the values they were given
-        defaults    where settings that the config leaves out come from; '' = not known
+        defaults    where settings that the config leaves out come from; '' = it leaves out none
         fit         (with budget) {engine, 'needed', or 'needed, KV_DTYPE': sequences}
-        like        (with like) bytes, smaller, window, and the row of the ladder that prices it
+        like        (with like) bytes, smaller, window, head_dim
 
     Raises:
         UserError: if the config lacks a fact or contradicts itself, if transformers cannot run it,
@@ -53,7 +51,7 @@ def account(config: dict, batch: int = 1, max_seq_len: int = 4096, kv_dtype: str
     nbytes = total(max_seq_len)
     found = {
         'model_type': memory.model_type, 'n_layer': memory.n_layer,
-        'defaults': memory.defaults, 'filled': memory.filled, 'assumed': list(memory.assumed),
+        'defaults': memory.defaults, 'assumed': list(memory.assumed),
         'batch': batch, 'max_seq_len': max_seq_len, 'kv_dtype': kv_dtype, 'dtype': dtype,
         'stores': [_row(store, batch, max_seq_len, kv_dtype, dtype) for store in memory.stores],
         'bytes': nbytes, 'bytes_per_token': nbytes / batch / max_seq_len,
@@ -77,20 +75,13 @@ def _memory(config: dict) -> Memory:
             ours = GPTConfig(**config[NANOKV])
         except TypeError as e:  # an unknown field
             raise UserError(f'this config is not of a model of this version: {e}') from e
-        filled = {name: getattr(ours, name) for name in ('n_embd', 'n_head', 'n_layer')
-                  if name not in config[NANOKV]}
-        return replace(memory_of_plan(plan_kv(ours)), defaults='GPTConfig', filled=filled)
+        return replace(memory_of_plan(plan_kv(ours)), defaults='GPTConfig')
     check_sizes(config)
     try:
         from kv.models.build import memory_of
-        memory = memory_of(config)
     except ImportError:
-        memory = memory_of_facts(text_of(config))
-    quantization = config.get('quantization_config')
-    if isinstance(quantization, dict) and quantization.get('kv_cache_scheme'):
-        told = 'its quantization_config has a kv_cache_scheme: choose --kv_dtype accordingly'
-        memory = replace(memory, assumed=(*memory.assumed, told))
-    return memory
+        return memory_of_facts(text_of(config))
+    return memory_of(config)
 
 
 def like_nanokv(memory: Memory, batch: int, length: int, nbytes: int) -> dict:
@@ -104,8 +95,7 @@ def like_nanokv(memory: Memory, batch: int, length: int, nbytes: int) -> dict:
         n_layer=memory.n_layer, n_head=heads, n_embd=heads * width, head_dim=width, n_kv_head=1,
         layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True, window_size=window,
         pos_embedding='rope', qk_norm=True)).nbytes(batch, length, 'int8')
-    return {'bytes': ours, 'smaller': nbytes / ours, 'window': window, 'head_dim': width,
-            'priced_by': LADDER_ROW}
+    return {'bytes': ours, 'smaller': nbytes / ours, 'window': window, 'head_dim': width}
 
 
 def _row(store: Store, batch: int, length: int, kv_dtype: str, dtype: str) -> dict:

@@ -12,14 +12,10 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from config.errors import UserError
-from kv.models.config import text_of
 from kv.models.memory import (CHUNK, CONV, FULL, RECURRENT, STATE, WINDOW, Memory, Part, State,
                               Store)
 
 TOKENS = 3
-FACTS = ('head_dim', 'hidden_size', 'layer_types', 'num_attention_heads', 'num_hidden_layers',
-         'num_key_value_heads', 'sliding_window')
-
 # attributes of the layers of a cache
 STORED = {'keys', 'values', 'indexer_keys', 'conv_states', 'recurrent_states'}
 
@@ -74,13 +70,9 @@ def memory_of(given: dict) -> Memory:
     width = max(widths, key=widths.count, default=0)
     if getattr(config, 'kv_lora_rank', None):
         width = config.v_head_dim  # of values made from latents
-    said = set(text_of(given))  # by any of a setting's names
-    said = said.union(*(pair for pair in config.attribute_map.items() if said & set(pair)))
-    filled = {key: _fact(config, key) for key in FACTS if key not in said}
-    return Memory(tuple(stores.values()), n_layer, _fact(config, 'num_attention_heads') or 0, width,
-                  name, tuple(assumed),
-                  f'transformers {transformers.__version__}, {type(config).__name__}',
-                  {key: value for key, value in filled.items() if value is not None})
+    return Memory(tuple(stores.values()), n_layer,
+                  getattr(config, 'num_attention_heads', None) or 0, width, name, tuple(assumed),
+                  f'transformers {transformers.__version__}, {type(config).__name__}')
 
 
 def _without_code(config: dict) -> dict:
@@ -97,13 +89,6 @@ def _refused(what: str):
         yield
     except Exception as e:
         raise UserError(f"{what}: {' '.join(str(e).split())[:300]}") from e
-
-
-def _fact(config, key: str):
-    try:
-        return getattr(config, key, None)
-    except Exception:  # Gemma 4 has no one value for all layers
-        return None
 
 
 def _run(config):

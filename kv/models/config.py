@@ -33,12 +33,9 @@ def read_config(where: str) -> dict:
 
 def _from_hub(name: str) -> Path:
     if name.count('/') != 1 or name.startswith(('.', '/')) or name.endswith('.json'):
-        raise UserError(f'{name!r}: no such folder or config.json, and no name of a model on the '
-                        'hub (owner/name)')
+        raise UserError(f'{name!r}: no such folder or config.json')
     try:
         from huggingface_hub import hf_hub_download
-        from huggingface_hub.utils import logging
-        logging.set_verbosity_error()  # it warns of what the error below says
         return Path(hf_hub_download(name, 'config.json'))
     except Exception as e:  # not installed, offline, private, absent
         raise UserError(f"{name!r}: no such folder, and the hub's config.json cannot be fetched: "

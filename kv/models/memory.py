@@ -9,7 +9,8 @@
 `memory_of_facts` knows the keys of a few model types. No torch here.
 """
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from config.errors import UserError, shown
 from kv.plan import KV_DTYPES, KVPlan, checked_dtype
@@ -20,16 +21,10 @@ NANOKV = 'nanokv'
 INSTALL = "pip install 'transformers>=5.23'"
 FLOAT32_BYTES = 4
 
-KINDS = {'full_attention': FULL, 'sliding_attention': WINDOW}
-# Model types that `memory_of_facts` knows. Without a head_dim, the first divide hidden_size by the
-# number of heads; the others have a default of their class.
-DIVIDED = ('llama', 'mistral', 'mixtral', 'phi3', 'qwen2')
-OTHERS = ('qwen3', 'gemma2', 'gemma3_text')
-WINDOWS = ('mistral', 'gemma2', 'gemma3_text')  # classes with windows by default
+KNOWN = 'llama', 'mistral', 'mixtral', 'phi3', 'qwen2', 'qwen3'  # to `memory_of_facts`
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Numbers stored at each position: `heads` vectors of `width`."""
     name: str
     heads: int
@@ -82,7 +77,7 @@ class Store:
 @dataclass(frozen=True)
 class Memory:
     """A model's memory: `stores`, by layer. assumed: what the config leaves open, in words.
-    defaults: where settings that it leaves out come from; filled: those settings."""
+    defaults: where settings that it leaves out come from."""
     stores: tuple[Store, ...]
     n_layer: int
     n_head: int
@@ -90,50 +85,44 @@ class Memory:
     model_type: str
     assumed: tuple[str, ...] = ()
     defaults: str = ''
-    filled: dict = field(default_factory=dict)
 
 
 def memory_of_facts(config: dict) -> Memory:
     """Read a text model's config without transformers.
 
     Raises:
-        UserError: if its model type is not among a few common ones, or a necessary key is missing.
+        UserError: if the model type is not in KNOWN, a necessary key is missing or wrong, or a
+            layer has other than full attention.
     """
     model_type = config.get('model_type')
-    if model_type not in (*DIVIDED, *OTHERS):
+    if model_type not in KNOWN:
         raise UserError(f'model_type={model_type!r}: without transformers, known are '
-                        f"{', '.join((*DIVIDED, *OTHERS))}; for others: {INSTALL}")
-    names = 'num_hidden_layers', 'num_attention_heads', 'num_key_value_heads', 'head_dim'
-    for name in (*names, 'hidden_size', 'sliding_window'):
-        value = config.get(name)
-        if value is not None and (type(value) is not int or value < 1):
-            raise UserError(f'this config has {name}={shown(value)}: must be a whole number of at '
-                            'least 1')
-    facts = {name: config.get(name) for name in names}
-    if not facts['head_dim'] and model_type in DIVIDED and facts['num_attention_heads']:
-        facts['head_dim'] = config.get('hidden_size', 0) // facts['num_attention_heads']
-    missing = [name for name, value in facts.items() if not value]
-    if model_type in WINDOWS and 'sliding_window' not in config:
-        missing.append('sliding_window')
-    if missing:
-        raise UserError(f"this config has no {' and no '.join(missing)}; for the defaults of its "
-                        f'class: {INSTALL}')
+                        f"{', '.join(KNOWN)}; for others: {INSTALL}")
 
-    n_layer, n_head, heads, width = facts.values()
-    kinds, window, assumed = config.get('layer_types'), config.get('sliding_window'), ()
-    if kinds is None:
+    def whole(name):
+        value = config.get(name)
+        if type(value) is not int or value < 1:
+            raise UserError(f'this config has {name}={shown(value)}: must be a whole number of at '
+                            f'least 1; for the defaults of its class: {INSTALL}')
+        return value
+    n_layer, n_head, heads = map(whole, ('num_hidden_layers', 'num_attention_heads',
+                                         'num_key_value_heads'))
+    if config.get('head_dim') is None and model_type != 'qwen3':  # whose class has a default
+        width = whole('hidden_size') // n_head
+    else:
+        width = whole('head_dim')
+
+    window = config.get('sliding_window', model_type == 'mistral')  # whose class has one
+    kinds = config.get('layer_types')
+    if kinds is None and not (window and config.get('use_sliding_window') is not False):
         kinds = ['full_attention'] * n_layer
-        if window and config.get('use_sliding_window') is not False:
-            assumed = (f'it has windows ({window}), but does not say in which layers: all are '
-                       'counted as if they had none, which is an upper bound',)
-    if not isinstance(kinds, list) or len(kinds) != n_layer or any(
-            not isinstance(kind, str) or kind not in KINDS for kind in kinds):
-        raise UserError(f'this config has layer_types={str(kinds)[:60]}: known are '
-                        f"{' and '.join(KINDS)}, for each of {n_layer} layers")
+    if kinds != ['full_attention'] * n_layer:
+        raise UserError('without transformers, only models are read whose layers all have full '
+                        f'attention; this config has layer_types={str(kinds)[:60]} and '
+                        f'sliding_window={shown(window)}: {INSTALL}')
     parts = Part('K', heads, width), Part('V', heads, width)
-    stores = tuple(Store(KINDS[kind], (i,), parts, window if KINDS[kind] == WINDOW else 0)
-                   for i, kind in enumerate(kinds))
-    return Memory(stores, n_layer, n_head, width, model_type, assumed)
+    stores = tuple(Store(FULL, (i,), parts) for i in range(n_layer))
+    return Memory(stores, n_layer, n_head, width, model_type)
 
 
 def memory_of_plan(plan: KVPlan) -> Memory:

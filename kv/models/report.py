@@ -2,8 +2,7 @@
 from itertools import groupby
 
 from config.sizes import nice_bytes
-from kv.console import WHOLE, print_table, table_of
-from kv.models.memory import INSTALL
+from kv.console import print_table, table_of
 
 
 def print_account(found: dict, console) -> None:
@@ -11,25 +10,35 @@ def print_account(found: dict, console) -> None:
     print_table(console, store_table(found), (
         f"{found['model_type']}: {found['n_layer']} layers, {found['batch']} x "
         f"{found['max_seq_len']:,} tokens, K and V in {found['kv_dtype']}"))
-    console.print(f"{found['bytes_per_token']:,.1f} bytes per token; each further token adds "
-                  f"{found['bytes_per_further_token']:,}\n", **WHOLE)
+    print(f"{found['bytes_per_token']:,.1f} bytes per token; each further token adds "
+          f"{found['bytes_per_further_token']:,}\n")
     by_dtype = found['by_dtype']
     print_table(console, table_of(('K and V in', *by_dtype),
                                   [('bytes', *(f'{n:,}' for n in by_dtype.values()))],
                                   left=('K and V in',)))
 
     base, fit = by_dtype[found['dtype']], found.get('fit')
-    rows = {'needed': base, **found['engines']}
+    sizes = {'needed': base, **found['engines']}
     if found['kv_dtype'] != found['dtype']:
-        rows = {f"needed, {found['kv_dtype']}": found['bytes'], **rows}
-    rows = [(name, '-' if n is None else f'{n:,}', '-' if n is None else f'{n / base:.2f}x',
-             *(['-' if fit[name] is None else f'{fit[name]:,}'] if fit else []))
-            for name, n in rows.items()]
-    header = 'bytes', 'of needed', 'fit in the budget'
-    print_table(console, table_of(('', *header[:3 if fit else 2]), rows),
+        sizes = {f"needed, {found['kv_dtype']}": found['bytes'], **sizes}
+    header, rows = ['', 'bytes', 'of needed'], []
+    for name, n in sizes.items():
+        rows.append([name, *(['-'] * 2 if n is None else [f'{n:,}', f'{n / base:.2f}x'])])
+        if fit:
+            rows[-1].append('-' if n is None else f'{fit[name]:,}')
+    if fit:
+        header.append('fit in the budget')
+    print_table(console, table_of(header, rows),
                 f"\nwhat engines allocate for K and V in {found['dtype']} (llama.cpp: f16)")
-    for line in notes(found):
-        console.print(line, **WHOLE)
+    if found['defaults']:
+        print(f"Note: what the config leaves out has the defaults of {found['defaults']}.")
+    for line in found['assumed']:
+        print(f'Note: {line}.')
+    if like := found.get('like'):
+        print(f"\nwith nanoKV's plan (LLLLLG/AABBBC, global K/V tied, W={like['window']:,}, one "
+              f"K/V head of {like['head_dim']}, int8): {like['bytes']:,} bytes "
+              f"({nice_bytes(like['bytes'])}), {like['smaller']:.0f}x smaller. What it costs is "
+              "measured on small models only: row '+ int8 KV' of README's ladder.")
 
 
 def store_table(found: dict):
@@ -62,24 +71,3 @@ def ranges(numbers: list[int]) -> str:
         run = [n for _, n in group]
         pieces.append(str(run[0]) if len(run) == 1 else f'{run[0]}-{run[-1]}')
     return ' '.join(pieces)
-
-
-def notes(found: dict) -> list[str]:
-    """What the reader should know about the account, and the same model with nanoKV's plan."""
-    lines = []
-    if not found['defaults']:
-        lines.append('Note: layers of which the config says nothing count as full attention. '
-                     f'transformers would count the cache of the model: {INSTALL}.')
-    if found['filled']:
-        texts = {name: repr(value) for name, value in found['filled'].items()}
-        filled = ', '.join(f"{name}={text if len(text) <= 60 else text[:57] + '...'}"
-                           for name, text in texts.items())
-        lines.append(f"Note: the config does not have {filled}: defaults of {found['defaults']}.")
-    lines += [f'Note: {line}.' for line in found['assumed']]
-    if like := found.get('like'):
-        lines.append(
-            f"\nwith nanoKV's plan (LLLLLG/AABBBC, global K/V tied, W={like['window']:,}, one K/V "
-            f"head of {like['head_dim']}, int8): {like['bytes']:,} bytes "
-            f"({nice_bytes(like['bytes'])}), {like['smaller']:.0f}x smaller. What it costs is "
-            f"measured on small models only: row '{like['priced_by']}' of README's ladder.")
-    return lines

@@ -6,11 +6,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention import backends, cached
 from attention.cached import cached_attention, dequantize, tiles
 from kv.quantize import quantize_int8
+from tests.helpers.models import Largest
+from tests.helpers.models import max_gap as gap
 from tests.helpers.reference import dense_attention
 
 HEADS = [(1, 1), (4, 4), (4, 2), (6, 1)]
@@ -20,17 +21,6 @@ def qkv(t, n_keys, heads=(4, 2), batch=2, dtype=torch.float64, seed=0):
     g = torch.Generator().manual_seed(seed)
     shapes = (batch, heads[0], t, 6), (batch, heads[1], n_keys, 6), (batch, heads[1], n_keys, 6)
     return tuple((torch.randn(s, generator=g, dtype=torch.float64) * 1.4).to(dtype) for s in shapes)
-
-
-class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that an operation returns."""
-    n = 0
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        found = op(*args, **kwargs or {})
-        if isinstance(found, torch.Tensor):
-            self.n = max(self.n, found.numel())
-        return found
 
 
 def attend(q, k, v, window=0, kv_lens=None):
@@ -58,11 +48,6 @@ def tile(request, monkeypatch):
     monkeypatch.setattr(tiles, '__defaults__', (request.param,))
     monkeypatch.setattr(cached, 'SCORES', request.param)
     monkeypatch.setattr(cached, 'FEWEST', 4)
-
-
-def gap(a, b):
-    assert a.shape == b.shape
-    return (a - b).abs().max().item()
 
 
 @STORED

@@ -33,6 +33,7 @@ def test_is_a_complex_rotation(half, theta, start, t):
 @pytest.mark.parametrize('dtype, allowed', [(torch.float64, 1e-9), (torch.float32, 1e-7)])
 def test_angles_at_position_100000(dtype, allowed):
     cos, sin = RotaryTable(8, 10000.0)(FAR, FAR + 3, 'cpu', dtype)
+    assert cos.dtype == sin.dtype == dtype
     for n in range(3):
         for d in range(4):
             # at most 1e5: a float64 angle is accurate to 1e-11
@@ -45,14 +46,9 @@ def test_angles_at_position_100000(dtype, allowed):
 
 @pytest.mark.parametrize('dtype, ulp', [(torch.bfloat16, 2 ** -8), (torch.float16, 2 ** -11)])
 def test_half_precision_is_rotated_wide_and_rounded_once(dtype, ulp):
-    x = random(1, 2, 3, 8, dtype=dtype)
-    y = turned(RotaryTable(8, 10000.0), x, FAR)
+    x, table = random(1, 2, 3, 8, dtype=dtype), RotaryTable(8, 10000.0)
+    assert {part.dtype for part in table(0, 4, 'cpu', dtype)} == {torch.float32}
+    y = turned(table, x, FAR)
     exact = rotate(x.double(), range(FAR, FAR + 3), 10000.0)
     assert y.dtype == dtype
     assert ((y.double() - exact).abs() <= ulp * exact.abs() + 2e-6).all()
-
-
-def test_tables_are_at_least_float32():
-    table = RotaryTable(8, 10000.0)
-    for dtype, expected in ((torch.float64, torch.float64), (torch.bfloat16, torch.float32)):
-        assert {x.dtype for x in table(0, 4, 'cpu', dtype)} == {expected}

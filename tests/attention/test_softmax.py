@@ -11,6 +11,7 @@ from attention.cached import (
     tile_scores,
     tiles,
 )
+from tests.helpers.models import max_gap as gap
 
 LOWEST = torch.finfo(torch.float64).min
 
@@ -32,11 +33,6 @@ def part(q, k, v, a, b, mask=None):
 def whole(q, k, v, mask=None):
     scores = q @ k.transpose(2, 3)
     return (scores if mask is None else scores.masked_fill(~mask, -torch.inf)).softmax(-1) @ v
-
-
-def gap(a, b):
-    assert a.shape == b.shape
-    return (a - b).abs().max().item()
 
 
 @settings(max_examples=80)

@@ -61,8 +61,7 @@ def seeded(n):
 
 
 @KINDS
-@pytest.mark.parametrize('n_prompt, n_new',
-                         [(1, 10), (4, 20), (7, 40), (23, 3), (24, 2), (40, 12)])
+@pytest.mark.parametrize('n_prompt, n_new', [(1, 10), (7, 40), (23, 3), (40, 12)])
 @pytest.mark.parametrize('sampler', [(0, 0), (1.3, 8)], ids=['greedy', 'sampled'])
 def test_tokens_are_those_of_full_forwards(kind, n_prompt, n_new, sampler):
     model, idx = sharp_model(kind), prompt(3, n_prompt)
@@ -93,8 +92,8 @@ def test_generate_puts_the_training_mode_back_and_generates_without_dropout(trai
     assert model.training == training
 
 
-@pytest.mark.parametrize('kind, n_new', [(VANILLA, 8), (FULL_STACK, 8), (FULL_STACK, 300)],
-                         ids=['vanilla', 'full stack', 'rotary table grown'])
+@pytest.mark.parametrize('kind, n_new', [(VANILLA, 8), (FULL_STACK, 300)],
+                         ids=['vanilla', 'rotary table grown'])
 def test_a_model_may_be_trained_after_it_generated(kind, n_new):
     model = sharp_model(kind).train()
     tokens = generate(model, prompt(1, 4), n_new)[:, -20:]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from config.errors import UserError
-from generate import Generation, Sampler, generate
+from generate import Generation, Sampler
 from model import GPT
 from tests.generate.test_generate import (
     FULL_STACK,
@@ -34,8 +34,7 @@ def alone(model, prompts, n, sampler):
 
 @pytest.mark.parametrize('kind', [VANILLA, FULL_STACK, RAGGED_LOCAL],
                          ids=['vanilla', 'full stack', 'unshared'])
-@pytest.mark.parametrize('lengths', [(1, 9, 4), (3, 3, 3), (2, 30, 11), (40, 33), (23, 24, 25)],
-                         ids=str)
+@pytest.mark.parametrize('lengths', [(1, 9, 4), (2, 30, 11), (23, 24, 25)], ids=str)
 @pytest.mark.parametrize('sampler', [(0, 0), (1.3, 8)], ids=['greedy', 'sampled'])
 def test_each_prompt_gets_the_tokens_it_gets_alone(kind, lengths, sampler):
     model, prompts = sharp_model(kind), prompts_of(lengths)
@@ -90,13 +89,12 @@ def test_a_row_ends_on_its_first_stop_token_and_the_others_go_on(kind, lengths, 
     assert generation.finished == [row[-1] in stop_tokens for row in expected]
 
 
-@pytest.mark.parametrize('kind', [VANILLA, FULL_STACK])
-def test_generate_with_stop_tokens(kind):
-    model, idx = sharp_model(kind), prompt(3, 5)
+def test_generate_with_stop_tokens():
+    model, idx = sharp_model(FULL_STACK), prompt(3, 5)
     torch.manual_seed(3)
-    whole = generate(model, idx, 40)[:, 5:].tolist()
+    whole = model.generate(idx, 40)[:, 5:].tolist()
     torch.manual_seed(3)
-    tokens = generate(model, idx, 40, stop_tokens=(2, 9))
+    tokens = model.generate(idx, 40, stop_tokens=(2, 9))
     assert tokens[:, 5:].tolist() == until_stop(whole, (2, 9)) and tokens.size(1) < 45
 
 
@@ -123,18 +121,11 @@ def test_rows_may_be_finished_from_outside(kind, stop_tokens):
     assert generation.finished == [True] * 3
 
 
-# -- wrong input -----------------------------------------------------------------------------------
-
-@pytest.mark.parametrize('prompts, named', [
-    ([], 'at least one'), ([[1], []], '(1) has no tokens'), ([[]], 'the prompt has no tokens'),
-    ([1, 2], 'shape ()'), (torch.zeros(0, 4, dtype=torch.int64), 'at least one')])
-def test_wrong_prompts_are_refused(prompts, named):
-    with pytest.raises(UserError) as caught:
-        Generation(sharp_model(VANILLA), prompts, 3, Sampler(0))
-    assert named in str(caught.value) and '\n' not in str(caught.value)
-
-
-@pytest.mark.parametrize('token', [-1, 23])
-def test_stop_tokens_outside_the_vocabulary_are_refused(token):
-    with pytest.raises(UserError, match=f'{token}.*0 to 22'):
-        Generation(sharp_model(VANILLA), [[1]], 3, Sampler(0), stop_tokens=(1, token))
+@pytest.mark.parametrize('prompts, stop_tokens, named', [
+    ([], (), 'at least one'), ([[1], []], (), r'\(1\) has no tokens'),
+    ([[]], (), 'the prompt has no tokens'), ([1, 2], (), r'shape \(\)'),
+    (torch.zeros(0, 4, dtype=torch.int64), (), 'at least one'),
+    ([[1]], (1, -1), '-1.*0 to 22'), ([[1]], (1, 23), '23.*0 to 22')])
+def test_wrong_input_is_refused(prompts, stop_tokens, named):
+    with pytest.raises(UserError, match=named):
+        Generation(sharp_model(VANILLA), prompts, 3, Sampler(0), stop_tokens=stop_tokens)

@@ -27,19 +27,12 @@ _SHARED = _WINDOW | dict(num_kv_shared_layers=2, hidden_size_per_layer_input=8,
 
 FAMILIES = {
     # every position, or the same window in every layer
-    'gpt2': _OLD, 'gptj': _OLD | dict(rotary_dim=4), 'gpt_neox': _HEADS, 'opt': _HEADS | dict(
-        ffn_dim=40, word_embed_proj_dim=48),
-    'bloom': dict(vocab_size=99, hidden_size=48, n_layer=3, n_head=4),
-    'gpt_bigcode': _OLD,  # multi-query
+    'gpt2': _OLD, 'gpt_bigcode': _OLD,  # multi-query
     'falcon': dict(vocab_size=99, hidden_size=48, num_hidden_layers=3, num_attention_heads=4),
-    'phi': _GQA, 'phi3': _GQA | dict(sliding_window=7), 'stablelm': _GQA | dict(hidden_size=64),
-    'llama': _WIDE, 'qwen3': _WIDE, 'gemma': _WIDE, 'mistral': _WINDOW, 'ministral': _WINDOW,
-    'mixtral': _WINDOW | dict(num_local_experts=2),
+    'llama': _WIDE, 'mistral': _WINDOW,
     # windows in some layers
     'qwen2': _GQA | dict(use_sliding_window=True, sliding_window=7, max_window_layers=2),
-    'gemma2': _WINDOW, 'gemma3_text': _WINDOW, 'cohere2': _WINDOW,
-    'gpt_oss': _WINDOW | dict(num_local_experts=4),
-    'olmo3': _GQA | dict(sliding_window=7), 'exaone4': _GQA | dict(sliding_window=7),
+    'gemma3_text': _WINDOW, 'gpt_oss': _WINDOW | dict(num_local_experts=4),
     'llama4_text': _WIDE | dict(attention_chunk_size=7, no_rope_layer_interval=3,
                                 num_local_experts=2, intermediate_size_mlp=40),
     'modernbert-decoder': _HEADS | dict(sliding_window=7, local_attention=7),
@@ -50,29 +43,17 @@ FAMILIES = {
     'gemma4_text': _SHARED | dict(num_kv_shared_layers=0, attention_k_eq_v=True,
                                   num_global_key_value_heads=1, global_head_dim=24),
     # latents
-    'deepseek_v2': _MLA | _EXPERTS, 'deepseek_v3': _MLA | _EXPERTS, 'minicpm3': _MLA,
-    'deepseek_v32': _MLA | _EXPERTS | _INDEXED, 'glm_moe_dsa': _MLA | _EXPERTS | _INDEXED,
+    'deepseek_v3': _MLA | _EXPERTS, 'deepseek_v32': _MLA | _EXPERTS | _INDEXED,
     'glm_moe_dsa, shared': _MLA | _EXPERTS | _INDEXED | dict(indexer_types=['full', 'shared'] * 3),
     'longcat_flash': _MLA | dict(num_layers=3, head_dim=6, ffn_hidden_size=40,
                                  expert_ffn_hidden_size=16, n_routed_experts=4, moe_topk=2),
     # recurrent states, beside attention in other layers or in the same
     'qwen3_next': _WIDE | _DELTA | dict(moe_intermediate_size=16, num_experts=4,
                                         shared_expert_intermediate_size=16, num_experts_per_tok=2),
-    'qwen3_5_text': _WIDE | _DELTA, 'olmo_hybrid': _GQA | _DELTA,
-    'kimi_linear': _MLA | _EXPERTS | _KDA, 'bailing_hybrid': _MLA | _EXPERTS | _KDA,
-    'minimax': _WIDE | dict(num_local_experts=2),
+    'kimi_linear': _MLA | _EXPERTS | _KDA, 'minimax': _WIDE | dict(num_local_experts=2),
     'jamba': _GQA | _MAMBA | dict(attn_layer_period=3, attn_layer_offset=1, num_experts=2,
                                   use_mamba_kernels=False),
-    'bamba': _GQA | _MAMBA2 | dict(attn_layer_indices=[2, 5]),
-    'granitemoehybrid': _GQA | _MAMBA2 | dict(layer_types=['mamba', 'mamba', 'attention'] * 2,
-                                              num_local_experts=4, shared_intermediate_size=16),
     'falcon_h1': _GQA | _MAMBA2 | dict(mamba_d_ssm=96),
-    'nemotron_h': _WIDE | dict(
-        layers_block_type=['mamba', 'attention', 'mlp'] * 2, ssm_state_size=5, conv_kernel=4,
-        mamba_num_heads=8, mamba_head_dim=12, n_groups=2, chunk_size=8),
-    'zamba': _HEADS | _MAMBA | dict(
-        num_key_value_heads=4, n_mamba_heads=2, use_mamba_kernels=False,
-        layers_block_type=['mamba', 'mamba', 'hybrid'] * 2),
     'zamba2': _HEADS | _MAMBA | dict(
         num_key_value_heads=4, mamba_expand=2, n_mamba_heads=8, mamba_headdim=12, mamba_ngroups=2,
         chunk_size=8, layers_block_type=['mamba', 'mamba', 'hybrid'] * 2),
@@ -81,10 +62,7 @@ FAMILIES = {
     # an encoder beside it, whose K and V are not counted
     't5': dict(vocab_size=99, d_model=48, d_kv=20, d_ff=40, num_layers=6, num_decoder_layers=5,
                num_heads=4, decoder_start_token_id=0),
-    'bart': dict(vocab_size=99, d_model=48, encoder_layers=2, decoder_layers=3,
-                 encoder_attention_heads=2, decoder_attention_heads=4, encoder_ffn_dim=40,
-                 decoder_ffn_dim=40, max_position_embeddings=64, forced_eos_token_id=None),
     # states alone
-    'mamba': _OLD_MAMBA, 'falcon_mamba': _OLD_MAMBA,
+    'mamba': _OLD_MAMBA,
     'mamba2': _OLD_MAMBA | dict(num_heads=8, head_dim=12, n_groups=2, chunk_size=8),
 }

@@ -1,26 +1,29 @@
-"""Within a step of a cache: failures halfway, decoded copies, misuse."""
+"""Within a step of a cache: failures halfway, decoded copies, autocast, inference mode."""
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention.cached import tiles
 from config.errors import UserError
 from config.gpt_config import GPTConfig
+from engine.pages.cache import PagedKVCache
 from kv.cache import KVCache
-from tests.helpers.models import FULL_STACK, feed, full_logits, max_gap, random_model, tokens
+from tests.helpers.models import (
+    FULL_STACK,
+    VOCAB,
+    Largest,
+    feed,
+    full_logits,
+    max_gap,
+    random_model,
+    tokens,
+)
 from training.run import prepare
 
-
-class LargestFloat(TorchDispatchMode):
-    """`largest`: elements of the largest floating-point tensor returned by an operation."""
-    largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(x, torch.Tensor) and x.is_floating_point():
-                self.largest = max(self.largest, x.numel())
-        return out
+VANILLA = dict(n_layer=2, n_head=4, n_embd=24, block_size=64, vocab_size=VOCAB)
+KINDS = pytest.mark.parametrize('kind', [FULL_STACK, VANILLA], ids=['full stack', 'vanilla'])
+PAGED = pytest.mark.parametrize('pages',
+                                [{}, dict(cache_class=PagedKVCache, n_pages=40, page_size=4)],
+                                ids=['contiguous', 'paged'])
 
 
 @pytest.mark.parametrize('t', [1, 3])
@@ -34,10 +37,10 @@ def test_an_int8_cache_is_decoded_a_tile_at_a_time(monkeypatch, t, ragged):
     if ragged:
         cache.reset([1])
         model(tokens(4, 9), cache=cache, lens=[0, 9, 0, 0])
-    with LargestFloat() as floats, torch.no_grad():
+    with Largest() as largest, torch.no_grad():
         model(tokens(4, t), cache=cache)
     held = 4 * 990 * model.plan.head_dim  # elements of K in the global slot
-    assert 256 <= floats.largest <= held / 5
+    assert 256 <= largest.n <= held / 5
 
 
 def test_rows_may_be_reset_one_by_one_after_a_failure(monkeypatch):
@@ -87,3 +90,47 @@ def test_keys_are_dropped_after_their_last_reader():
     model(tokens(1, 20), cache=cache)
     for layer, slots in held:
         assert slots == {s.index for s in model.plan.slots if s.owner <= layer.index < s.layers[-1]}
+
+
+@KINDS
+@PAGED
+@pytest.mark.parametrize('kv_dtype', ['auto', 'int8'])
+def test_ragged_prompts_chunks_and_decode_under_autocast(kind, pages, kv_dtype):
+    """Autocast once made the scores bfloat16, which overflowed ("value cannot be converted")."""
+    model, idx = random_model(GPTConfig(**kind), torch.float32), tokens(2, 14)
+    plain, cast = (model.new_cache(2, 30, kv_dtype, **pages) for _ in range(2))
+    with torch.no_grad():
+        for a, b, lens in ((0, 5, [5, 3]), (5, 9, [4, 2]), (9, 10, [1, 1]), (10, 11, [0, 1]),
+                           (11, 14, [3, 3])):
+            expected = model(idx[:, a:b], cache=plain, lens=lens, all_logits=True)[0]
+            with torch.autocast('cpu', torch.bfloat16):
+                logits = model(idx[:, a:b], cache=cast, lens=lens, all_logits=True)[0]
+            for row, n in enumerate(lens):
+                if n:
+                    error = (logits[row, :n].float() - expected[row, :n]).abs().mean()
+                    assert error < 0.1 * expected.std()
+    assert cast.lengths.tolist() == plain.lengths.tolist() == [13, 10]
+
+
+@PAGED
+def test_a_wrong_id_leaves_the_cache_as_it_was(pages):
+    """It used to be marked "half-written", which ended the conversation, with nothing written."""
+    model, idx = random_model(GPTConfig(**FULL_STACK)), tokens(1, 12)
+    cache = model.new_cache(1, 20, **pages)
+    feed(model, cache, idx[:, :7], [7])
+    with pytest.raises(IndexError):
+        model(torch.tensor([[VOCAB]]), cache=cache)
+    assert cache.lengths.tolist() == [7]
+    assert max_gap(feed(model, cache, idx[:, 7:], [1, 4]), full_logits(model, idx)[:, 7:]) < 1e-9
+
+
+@PAGED
+def test_a_cache_made_under_inference_mode_is_good_outside_of_it(pages):
+    """"Inplace update to inference tensor outside InferenceMode": resetting a row writes zeros."""
+    model, idx = random_model(GPTConfig(**FULL_STACK)), tokens(2, 12)
+    with torch.inference_mode():
+        cache = model.new_cache(2, 20, **pages)
+        model(idx, cache=cache)
+    cache.reset([1])
+    cache.reset()
+    assert max_gap(feed(model, cache, idx, [5, 7]), full_logits(model, idx)) < 1e-9

@@ -61,20 +61,15 @@ def test_a_gpus_figures_by_hand(capsys):
     assert f"{vanilla['kv_bytes']:,}" in out
 
 
-def test_a_limit_on_the_time_of_a_token(capsys):
+def test_a_limit_on_the_time_of_a_token_and_tokens_to_recompute(capsys):
     free, found = (said(capsys, *MINE, f'--tpot={ms}')[0]['ours'] for ms in (0, 5))
     assert found['step_seconds'] <= 0.005 < free['step_seconds']
     assert 1 <= found['batch'] < free['batch'] and found['gpus'] >= free['gpus']
     assert found['sequences'] == free['sequences']
-
-
-def test_what_is_not_known_is_computed(capsys):
     known, unknown = (said(capsys, *MINE, f'--hit_rate={rate}')[0]['ours'] for rate in (1, 0))
     assert unknown['prefill_seconds'] > 100 * known['prefill_seconds']
 
-
-def test_what_does_not_fit_is_told(capsys):
-    found, out = said(capsys, *MINE, '--memory=260MB')
+    found, out = said(capsys, *MINE, '--memory=260MB')  # which holds no conversation
     assert found['ours']['sequences'] == found['vanilla']['sequences'] == 0
     assert 'gpus' not in found['ours'] and ' - ' in out
     found, out = said(capsys, *MINE, '--tpot=0.7')

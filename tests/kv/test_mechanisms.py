@@ -1,5 +1,5 @@
-"""What sinks, offset keys, tied K and V, latents and int4 take, and which settings exclude each
-other. That they are exact in the cache is tested with everything else: `tests.helpers.models`."""
+"""What sinks, offset keys, tied K and V, latents and int4 take. That they are exact in the
+cache is tested with everything else: `tests.helpers.models`."""
 import pytest
 import torch
 
@@ -37,34 +37,6 @@ def test_bytes_of_a_sequence(changes, local, of_global, state):
         f = numbers['factors']
         assert f['heads'] * f['window'] * f['sharing'] == pytest.approx(numbers['kv_ratio'])
         assert numbers['kv_ratio'] * f['dtype'] == pytest.approx(numbers['kv_ratio_bf16'])
-
-
-@pytest.mark.parametrize('changes, named', [
-    (dict(rope_fraction_global=0.5, pos_embedding='learned'), ['rope_fraction_global', 'learned']),
-    (dict(rope_fraction_global=1.5), ['rope_fraction_global=1.5', '0 to 1']),
-    (dict(rope_fraction_global=-0.1), ['rope_fraction_global=-0.1']),
-    (dict(rope_fraction_global=0.5, layer_pattern='L'), ['rope_fraction_global=0.5', "'L'"]),
-    (dict(rope_fraction_global=float('nan')), ['rope_fraction_global=nan']),
-    (dict(rope_fraction_global=0.0, rope_theta_global=9.0), ['rope_theta_global=9.0', 'angles']),
-    (dict(act_clamp=float('nan')), ['act_clamp=nan']),
-    (dict(kv_tied='local'), ["kv_tied='local'", "'global'", "'all'"]),
-    (dict(kv_tied='global', layer_pattern='L'), ["kv_tied='global'", "layer_pattern='L'"]),
-    (dict(kv_latent=32), ['kv_latent=32', 'rope_fraction_global']),
-    (dict(kv_latent=12, rope_fraction_global=0.0), ['kv_latent=12', 'head_dim=8']),
-    (dict(kv_latent=32, pos_embedding='learned', layer_pattern='L'), ['kv_latent', "'L'"]),
-    (dict(kv_latent=32, rope_fraction_global=0.0, kv_tied='all'), ['kv_latent', "kv_tied='all'"]),
-    (dict(kv_latent=32, rope_fraction_global=0.0, key_offset=True), ['key_offset', 'kv_latent=32']),
-    (dict(key_offset=True, kv_tied='global'), ['key_offset', "kv_tied='global'"]),
-    (dict(key_offset=True, layer_pattern='L'), ['key_offset', "layer_pattern='L'"]),
-    (dict(key_offset=True, head_dim=6), ['key_offset', 'head_dim (it is 6)']),
-    (dict(act_clamp=-1.0), ['act_clamp=-1.0']),
-    (dict(gelu='relu'), ["gelu='relu'", "'relu2'"]),
-])
-def test_what_is_refused(changes, named):
-    with pytest.raises(UserError) as caught:
-        GPTConfig(**BASE | changes)
-    for text in named:
-        assert text in str(caught.value)
 
 
 def test_int4_takes_pairs():

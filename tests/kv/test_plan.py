@@ -84,6 +84,9 @@ def test_any_plan_follows_the_rule_text(config):
 
 # -- what is refused -------------------------------------------------------------------------------
 
+ROPE = dict(n_head=4, n_embd=32, layer_pattern='LG', window_size=5, pos_embedding='rope')
+
+
 @pytest.mark.parametrize('settings_, named', [
     (dict(layer_pattern='LXG', window_size=4), ["'LXG'", "'X'"]),
     (dict(layer_pattern='lg', window_size=4), ["'lg'", "'g'"]),
@@ -103,6 +106,29 @@ def test_any_plan_follows_the_rule_text(config):
     (dict(pos_embedding='alibi'), ["'alibi'", "'rope'", "'learned'"]),
     (dict(gelu='fast'), ["'fast'", "'exact'", "'tanh'"]),
     (dict(kv_quant_train='int4'), ["'int4'", "'int8'"]),
+    (dict(ROPE, rope_fraction_global=0.5, pos_embedding='learned'),
+     ['rope_fraction_global', 'learned']),
+    (dict(ROPE, rope_fraction_global=1.5), ['rope_fraction_global=1.5', '0 to 1']),
+    (dict(ROPE, rope_fraction_global=-0.1), ['rope_fraction_global=-0.1']),
+    (dict(ROPE, rope_fraction_global=0.5, layer_pattern='L'), ['rope_fraction_global=0.5', "'L'"]),
+    (dict(ROPE, rope_fraction_global=float('nan')), ['rope_fraction_global=nan']),
+    (dict(ROPE, rope_fraction_global=0.0, rope_theta_global=9.0),
+     ['rope_theta_global=9.0', 'angles']),
+    (dict(ROPE, act_clamp=float('nan')), ['act_clamp=nan']),
+    (dict(ROPE, kv_tied='local'), ["kv_tied='local'", "'global'", "'all'"]),
+    (dict(ROPE, kv_tied='global', layer_pattern='L'), ["kv_tied='global'", "layer_pattern='L'"]),
+    (dict(ROPE, kv_latent=32), ['kv_latent=32', 'rope_fraction_global']),
+    (dict(ROPE, kv_latent=12, rope_fraction_global=0.0), ['kv_latent=12', 'head_dim=8']),
+    (dict(ROPE, kv_latent=32, pos_embedding='learned', layer_pattern='L'), ['kv_latent', "'L'"]),
+    (dict(ROPE, kv_latent=32, rope_fraction_global=0.0, kv_tied='all'),
+     ['kv_latent', "kv_tied='all'"]),
+    (dict(ROPE, kv_latent=32, rope_fraction_global=0.0, key_offset=True),
+     ['key_offset', 'kv_latent=32']),
+    (dict(ROPE, key_offset=True, kv_tied='global'), ['key_offset', "kv_tied='global'"]),
+    (dict(ROPE, key_offset=True, layer_pattern='L'), ['key_offset', "layer_pattern='L'"]),
+    (dict(ROPE, key_offset=True, head_dim=6), ['key_offset', 'head_dim (it is 6)']),
+    (dict(ROPE, act_clamp=-1.0), ['act_clamp=-1.0']),
+    (dict(ROPE, gelu='relu'), ["gelu='relu'", "'relu2'"]),
 ])
 def test_bad_settings_raise_and_name_the_values(settings_, named):
     with pytest.raises(ValueError) as caught:
@@ -112,22 +138,24 @@ def test_bad_settings_raise_and_name_the_values(settings_, named):
         assert text in str(caught.value)
 
 
-def test_warns_when_the_tied_global_slot_is_owned_by_layer_0():
-    with pytest.warns(UserWarning, match='GLLLLL'):
-        plan(**dict(STACK, layer_pattern='GLLLLL', kv_share='ABBCCC'))
+@pytest.mark.parametrize('settings_, words', [
+    (dict(STACK, layer_pattern='GLLLLL', kv_share='ABBCCC'), 'GLLLLL'),
+    (dict(n_layer=4, layer_pattern='LLLLLG', window_size=8),
+     "'LLLLLG' is longer than n_layer=4")])
+def test_warnings_of_weak_long_term_memory(settings_, words):
+    with pytest.warns(UserWarning, match=words):
+        plan(**settings_)
 
 
 # -- bytes -----------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('max_seq_len, megabytes', [(1024, 1.05), (8192, None)])
-def test_gpt2_shape_is_72_and_128_times_smaller_at_equal_dtype(max_seq_len, megabytes):
-    p = plan(**STACK, block_size=8192)
-    ratio = {1024: 72, 8192: 128}[max_seq_len]
+@pytest.mark.parametrize('max_seq_len, ratio', [(1024, 72), (8192, 128)])
+def test_gpt2_shape_is_72_and_128_times_smaller_at_equal_dtype(max_seq_len, ratio):
+    p = plan(**STACK)
     for kv_dtype in KV_DTYPES:
         vanilla, ours = (q.nbytes(1, max_seq_len, kv_dtype) for q in (p.vanilla(), p))
         assert vanilla == ratio * ours
-    if megabytes:
-        assert p.nbytes(1, max_seq_len, 'float32') == (4 * 256 + 1024) * 2 * 64 * 4 == 1_048_576
+    assert p.nbytes(1, 1024, 'float32') == (4 * 256 + 1024) * 2 * 64 * 4 == 1_048_576
 
 
 @pytest.mark.parametrize('kv_dtype, per_head', [
@@ -175,21 +203,10 @@ def test_factors_multiply_to_the_ratios(config, batch, max_seq_len, kv_dtype, ag
 
 # -- no torch --------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('program', [
-    'import kv.plan, kv.report, config.gpt_config',
-    "import sys, runpy; sys.argv = ['kv', '--help']; runpy.run_module('kv', run_name='__main__')",
-    "import sys, runpy; sys.argv = ['kv', '--json=True']; "
-    "runpy.run_module('kv', run_name='__main__')",
-])
-def test_plan_and_its_program_do_not_import_torch(program):
-    watched = ("import atexit, sys\n"
+def test_the_program_does_not_import_torch():
+    program = ("import atexit, sys, runpy; sys.argv = ['kv', '--json=True']\n"
                "atexit.register(lambda: print('torch imported:', 'torch' in sys.modules))\n"
-               + program)
-    done = subprocess.run([sys.executable, '-c', watched], cwd=ROOT, capture_output=True, text=True)
+               "runpy.run_module('kv', run_name='__main__')")
+    done = subprocess.run([sys.executable, '-c', program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith('torch imported: False')
-
-
-def test_a_pattern_longer_than_the_model_warns_that_nothing_is_global():
-    with pytest.warns(UserWarning, match="'LLLLLG' is longer than n_layer=4"):
-        plan_kv(GPTConfig(n_layer=4, layer_pattern='LLLLLG', window_size=8))

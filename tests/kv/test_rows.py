@@ -16,7 +16,6 @@ STACK = GPTConfig(**FULL_STACK)
 # contiguous, and paged with a pool that never runs out
 PAGES = dict(cache_class=PagedKVCache, n_pages=100, page_size=3)
 KINDS = pytest.mark.parametrize('paging', [{}, PAGES], ids=['contiguous', 'paged'])
-PAGED = pytest.mark.parametrize('paging', [PAGES], ids=['paged'])
 
 
 def past_two_wraps(config):
@@ -29,31 +28,27 @@ def test_any_steps_over_any_rows_equal_each_row_alone(data, config, batch):
     Run(config, batch, past_two_wraps(config)).anything(data)
 
 
+@pytest.mark.parametrize('fields, kwargs', [
+    (dict(kv_quant_train='int8'), dict(kv_dtype='int8')),
+    ({}, dict(dtype=torch.float32, bound=1e-4))], ids=['int8', 'float32'])
 @settings(max_examples=15)
-@given(data=st.data(), config=configs(windows=(1, 2, 3, 5, 8), kv_quant_train='int8'),
-       batch=st.integers(2, 4))
-def test_any_steps_over_any_rows_of_an_int8_cache(data, config, batch):
-    Run(config, batch, past_two_wraps(config), kv_dtype='int8').anything(data)
-
-
-@settings(max_examples=15)
-@given(data=st.data(), config=configs(windows=(1, 2, 3, 5, 8)), batch=st.integers(2, 4))
-def test_any_steps_over_any_rows_in_float32(data, config, batch):
-    Run(config, batch, past_two_wraps(config), dtype=torch.float32, bound=1e-4).anything(data)
+@given(data=st.data(), batch=st.integers(2, 4))
+def test_any_steps_over_any_rows_in_other_dtypes(fields, kwargs, data, batch):
+    config = data.draw(configs(windows=(1, 2, 3, 5, 8), **fields))
+    Run(config, batch, past_two_wraps(config), **kwargs).anything(data)
 
 
 @KINDS
-@pytest.mark.parametrize('n_rows, rows, named', [
-    (2, [1, 1], r'\[1, 1\].*once'), (1, [3], 'row 3.*0 to 2'), (1, [-1], 'row -1.*0 to 2'),
-    (1, [True], 'row True.*0 to 2'),
-    (1, [0.0], 'row 0.0.*0 to 2'), (2, [0], r'2 rows.*\[0\]'), (1, [0, 1], r'1 rows.*\[0, 1\]'),
-    (0, [], r'\[\].*at least one'),
-])
-def test_wrong_rows_are_refused_before_anything_is_written(paging, n_rows, rows, named):
+def test_wrong_rows_are_refused_before_anything_is_written(paging):
     run = Run(STACK, 3, 20, **paging)
     run.step([4, 4, 4])
-    with pytest.raises(UserError, match=named):
-        run.model(tokens(n_rows, 2), cache=run.cache, rows=rows)
+    for n_rows, rows, named in (
+            (2, [1, 1], r'\[1, 1\].*once'), (1, [3], 'row 3.*0 to 2'), (1, [-1], 'row -1.*0 to 2'),
+            (1, [True], 'row True.*0 to 2'), (1, [0.0], 'row 0.0.*0 to 2'),
+            (2, [0], r'2 rows.*\[0\]'), (1, [0, 1], r'1 rows.*\[0, 1\]'),
+            (0, [], r'\[\].*at least one')):
+        with pytest.raises(UserError, match=named):
+            run.model(tokens(n_rows, 2), cache=run.cache, rows=rows)
     run.step([1, 1, 1])
 
 
@@ -65,29 +60,24 @@ def test_rows_and_lens_without_a_cache_are_refused(name):
 
 # -- move ------------------------------------------------------------------------------------------
 
-@PAGED
-@pytest.mark.parametrize('source, target', [(0, 3), (-1, 0), (3, 0), (0, True)])
-def test_a_move_of_rows_that_are_none_is_refused(paging, source, target):
-    run = Run(STACK, 3, 20, **paging)
+def test_a_move_of_rows_that_are_none_is_refused():
+    run = Run(STACK, 3, 20, **PAGES)
     run.step([3, 3, 3])
-    with pytest.raises(UserError, match='move: row .*0 to 2'):
-        run.cache.move(source, target)
+    for source, target in ((0, 3), (-1, 0), (3, 0), (0, True)):
+        with pytest.raises(UserError, match='move: row .*0 to 2'):
+            run.cache.move(source, target)
     run.step([1, 1, 1])
 
 
 # -- NaN -------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('config', [
-    FULL_STACK, dict(FULL_STACK, layer_pattern='G', kv_share='', n_layer=2),
-    dict(FULL_STACK, layer_pattern='L', kv_share=''),
-], ids=['full stack', 'global', 'local'])
 @pytest.mark.parametrize('kv_dtype', ['auto', 'int8'])
 @pytest.mark.parametrize('paging, left', [
     ({}, 'reset'), ({}, 'reset all'), (PAGES, 'reset'), (PAGES, 'reset all'), (PAGES, 'moved away'),
     (PAGES, 'moved over')])
-def test_a_reused_row_that_held_nan_has_none(paging, config, kv_dtype, left):
+def test_a_reused_row_that_held_nan_has_none(paging, kv_dtype, left):
     """A masked key has weight 0, and 0 * NaN is NaN: old values must not stay in a reused row."""
-    run = Run(GPTConfig(**config, kv_quant_train='int8' if kv_dtype == 'int8' else ''), 3, 40,
+    run = Run(GPTConfig(**FULL_STACK, kv_quant_train=kv_dtype.removeprefix('auto')), 3, 40,
               kv_dtype, **paging)
     run.step([23, 9, 17], bad=[0])
     if left == 'reset':

@@ -14,20 +14,17 @@ KINDS = {
 }
 
 
-def caches(model, kv_dtype, paged):
-    kind = (PagedKVCache,) if paged else ()
-    kws = dict(n_pages=60, page_size=4) if paged else {}
-    return [model.new_cache(3, 64, kv_dtype, *kind, **kws) for _ in range(2)]
+PAGED = dict(cache_class=PagedKVCache, n_pages=60, page_size=4)
 
 
-@pytest.mark.parametrize('paged', [False, True], ids=['contiguous', 'paged'])
-@pytest.mark.parametrize('kv_dtype', ['auto', 'int8'])
+@pytest.mark.parametrize('paging, kv_dtype', [({}, 'auto'), ({}, 'int8'), (PAGED, 'auto')],
+                         ids=['contiguous', 'int8', 'paged'])
 @pytest.mark.parametrize('lens', [None, [2, 9, 0]], ids=['even', 'ragged'])
 @pytest.mark.parametrize('kind', KINDS)
 @torch.no_grad()
-def test_logits_and_slots_equal_those_of_whole_prefill(kind, lens, kv_dtype, paged):
+def test_logits_and_slots_equal_those_of_whole_prefill(kind, lens, kv_dtype, paging):
     model = random_model(GPTConfig(**KINDS[kind]))
-    trimmed, whole = caches(model, kv_dtype, paged)
+    trimmed, whole = (model.new_cache(3, 64, kv_dtype, **paging) for _ in range(2))
     for k in range(4):  # beyond the window; later chunks attend to cached keys
         idx = tokens(3, 9, seed=k)
         logits = model(idx, cache=trimmed, lens=lens)[0]

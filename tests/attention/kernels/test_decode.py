@@ -42,6 +42,12 @@ def queries(B, H, t, D, dtype, device, seed=9):
     return q.transpose(1, 2).to(device), q.transpose(1, 2)  # not contiguous, as in the model
 
 
+def inputs(device, shape, stored_shape, kv_dtype, dtype=torch.float32, spread=1.0):
+    """Queries (B, H, t, D) on the device and on the CPU; K and V as stored and in float64."""
+    return (*queries(*shape, dtype, device), *stored(stored_shape, kv_dtype, device, 1),
+            *stored(stored_shape, kv_dtype, device, 2, spread))
+
+
 def off(y, expected):
     return (y.double().cpu() - expected).abs().max().item()
 
@@ -49,9 +55,7 @@ def off(y, expected):
 @pytest.mark.parametrize('H, n_kv_head', [(12, 1), (4, 4), (6, 2), (24, 1)])
 @pytest.mark.parametrize('kv_dtype', [torch.float32, torch.int8])
 def test_one_token_over_all_keys(device, H, n_kv_head, kv_dtype):
-    q, q_cpu = queries(2, H, 1, 16, torch.float32, device)
-    k, k64 = stored((2, n_kv_head, 71, 16), kv_dtype, device, 1)
-    v, v64 = stored((2, n_kv_head, 71, 16), kv_dtype, device, 2)
+    q, q_cpu, k, k64, v, v64 = inputs(device, (2, H, 1, 16), (2, n_kv_head, 71, 16), kv_dtype)
     expected = dense(q_cpu, k64, v64, torch.ones(2, 1, 71, dtype=torch.bool))
     for n_splits in (1, 3):
         assert off(attend(q, k, v, tuning=Tuning(n_splits=n_splits)), expected) < 2e-5
@@ -60,9 +64,8 @@ def test_one_token_over_all_keys(device, H, n_kv_head, kv_dtype):
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize('kv_dtype', [None, torch.int8, torch.float32])
 def test_half_precision(device, dtype, kv_dtype):
-    q, q_cpu = queries(2, 6, 1, 64, dtype, device)
-    k, k64 = stored((2, 2, 200, 64), kv_dtype or dtype, device, 1)
-    v, v64 = stored((2, 2, 200, 64), kv_dtype or dtype, device, 2)
+    q, q_cpu, k, k64, v, v64 = inputs(
+        device, (2, 6, 1, 64), (2, 2, 200, 64), kv_dtype or dtype, dtype)
     y = attend(q, k, v, tuning=Tuning(n_splits=2))
     assert y.dtype == dtype
     everything = torch.ones(2, 1, 200, dtype=torch.bool)
@@ -73,9 +76,8 @@ def test_half_precision(device, dtype, kv_dtype):
 def test_int8_values_of_any_size_in_half_precision(device, spread):
     """In float16, weights times scales would be subnormal or overflow if the scales were not
     divided by the largest one."""
-    q, q_cpu = queries(1, 4, 1, 32, torch.float16, device)
-    k, k64 = stored((1, 1, 100, 32), torch.int8, device, 1)
-    v, v64 = stored((1, 1, 100, 32), torch.int8, device, 2, spread)
+    q, q_cpu, k, k64, v, v64 = inputs(
+        device, (1, 4, 1, 32), (1, 1, 100, 32), torch.int8, torch.float16, spread=spread)
     expected = dense(q_cpu, k64, v64, torch.ones(1, 1, 100, dtype=torch.bool))
     y = attend(q.float(), k, v)
     assert off(y, expected) < 2e-5 * spread
@@ -87,9 +89,7 @@ def test_int8_values_of_any_size_in_half_precision(device, spread):
 def test_rows_of_different_lengths(device, kv_dtype):
     """Values after a row's keys, even NaN, have no effect; a row without keys gives zeros."""
     lengths = torch.tensor([40, 0, 1, 33])
-    q, q_cpu = queries(4, 4, 1, 16, torch.float32, device)
-    k, k64 = stored((4, 2, 40, 16), kv_dtype, device, 1)
-    v, v64 = stored((4, 2, 40, 16), kv_dtype, device, 2)
+    q, q_cpu, k, k64, v, v64 = inputs(device, (4, 4, 1, 16), (4, 2, 40, 16), kv_dtype)
     for b, n in enumerate(lengths):
         for x in (k, v):
             x[-1][b, :, n:] = torch.nan  # the scales, if the dtype is int8
@@ -105,9 +105,7 @@ def test_rows_of_different_lengths(device, kv_dtype):
 @pytest.mark.parametrize('H, n_kv_head', [(12, 1), (4, 4)])
 def test_chunks_in_order(device, t, window, H, n_kv_head):
     """The last t of the 40 keys belong to the queries' own tokens."""
-    q, q_cpu = queries(2, H, t, 16, torch.float32, device)
-    k, k64 = stored((2, n_kv_head, 40, 16), torch.int8, device, 1)
-    v, v64 = stored((2, n_kv_head, 40, 16), torch.int8, device, 2)
+    q, q_cpu, k, k64, v, v64 = inputs(device, (2, H, t, 16), (2, n_kv_head, 40, 16), torch.int8)
     back = torch.arange(40 - t, 40)[:, None] - torch.arange(40)
     seen = (back >= 0) & (back < (window or 99))
     # the interpreter takes a second to join 100 rows
@@ -118,9 +116,7 @@ def test_chunks_in_order(device, t, window, H, n_kv_head):
 
 def test_a_window_that_begins_in_the_middle_of_the_keys(device):
     """Key blocks before the first visible key are skipped, and no later ones."""
-    q, q_cpu = queries(1, 4, 9, 16, torch.float32, device)
-    k, k64 = stored((1, 1, 100, 16), torch.int8, device, 1)
-    v, v64 = stored((1, 1, 100, 16), torch.int8, device, 2)
+    q, q_cpu, k, k64, v, v64 = inputs(device, (1, 4, 9, 16), (1, 1, 100, 16), torch.int8)
     for window in range(10, 30, 3):  # the first query, at 91, sees keys from 92 - window on
         back = torch.arange(91, 100)[:, None] - torch.arange(100)
         expected = dense(q_cpu, k64, v64, ((back >= 0) & (back < window))[None])
@@ -132,9 +128,7 @@ def test_a_window_that_begins_in_the_middle_of_the_keys(device):
 def test_padding_that_counts_past_the_keys_looks_at_none(device, kv_dtype):
     """A row of 10 keys gets a chunk of 4 with 2 padding tokens: values after the keys may be NaN,
     so giving them a weight of 0 is not enough."""
-    q, q_cpu = queries(1, 4, 4, 16, torch.float32, device)
-    k, k64 = stored((1, 1, 12, 16), kv_dtype, device, 1)
-    v, v64 = stored((1, 1, 12, 16), kv_dtype, device, 2)
+    q, q_cpu, k, k64, v, v64 = inputs(device, (1, 4, 4, 16), (1, 1, 12, 16), kv_dtype)
     v[-1][:, :, 10:] = torch.nan
     k, v = (tuple(x[:, :, :10] for x in kv) for kv in (k, v))
     k64, v64 = k64[:, :, :10], v64[:, :, :10]
@@ -147,9 +141,7 @@ def test_chunks_of_different_lengths(device):
     """Rows of 3, 30 and 0 tokens append 4 each. Two of the last row's 4 are padding, whose output
     is undefined."""
     held, t = torch.tensor([3, 30, 0]), 4
-    q, q_cpu = queries(3, 6, t, 16, torch.float32, device)
-    k, k64 = stored((3, 2, 34, 16), torch.float32, device, 1)
-    v, v64 = stored((3, 2, 34, 16), torch.float32, device, 2)
+    q, q_cpu, k, k64, v, v64 = inputs(device, (3, 6, t, 16), (3, 2, 34, 16), torch.float32)
     seen = torch.arange(34) <= (held[:, None] + torch.arange(t))[..., None]
     y = attend(q, k, v, kv_lens=(held + t).to(device), tuning=Tuning(n_splits=2))
     expected = dense(q_cpu, k64, v64, seen)
@@ -166,9 +158,8 @@ def test_pages(device, t, page_size, block_n, kv_dtype):
     n_pages = -(-37 // page_size)
     pages = torch.randperm(3 * n_pages + 2, generator=torch.Generator().manual_seed(3))
     table = pages[:3 * n_pages].view(3, n_pages)
-    q, q_cpu = queries(3, 6, t, 16, torch.float32, device)
-    k, k64 = stored((len(pages), 2, page_size, 16), kv_dtype, device, 1)
-    v, v64 = stored((len(pages), 2, page_size, 16), kv_dtype, device, 2)
+    q, q_cpu, k, k64, v, v64 = inputs(
+        device, (3, 6, t, 16), (len(pages), 2, page_size, 16), kv_dtype)
     # (B, Hkv, n_pages * page_size, D)
     k64, v64 = (x[table].transpose(1, 2).flatten(2, 3) for x in (k64, v64))
     seen = torch.arange(k64.size(2)) <= (lengths[:, None] - t + torch.arange(t))[..., None]
@@ -182,9 +173,7 @@ def test_pages(device, t, page_size, block_n, kv_dtype):
 @pytest.mark.parametrize('kv_dtype', [torch.float32, torch.int8])
 def test_padding_that_counts_past_the_pages_of_a_row_looks_at_none(device, page_size, kv_dtype):
     """Page -1 would be memory before the pool: it must not be read, even with a weight of 0."""
-    q, q_cpu = queries(2, 4, 8, 16, torch.float32, device)
-    k, k64 = stored((4, 1, page_size, 16), kv_dtype, device, 1)
-    v, v64 = stored((4, 1, page_size, 16), kv_dtype, device, 2)
+    q, q_cpu, k, k64, v, v64 = inputs(device, (2, 4, 8, 16), (4, 1, page_size, 16), kv_dtype)
     v[-1][0] = torch.nan
     k, v = (tuple(x[1:] for x in kv) for kv in (k, v))
     table = torch.tensor([[0, 1], [2, -1]], dtype=torch.int32, device=device)
@@ -197,9 +186,7 @@ def test_padding_that_counts_past_the_pages_of_a_row_looks_at_none(device, page_
 
 @pytest.mark.parametrize('D', [8, 16, 48, 80, 128, 256])
 def test_any_head_dim(device, D):
-    q, q_cpu = queries(1, 3, 2, D, torch.float32, device)
-    k, k64 = stored((1, 1, 50, D), torch.float32, device, 1)
-    v, v64 = stored((1, 1, 50, D), torch.float32, device, 2)
+    q, q_cpu, k, k64, v, v64 = inputs(device, (1, 3, 2, D), (1, 1, 50, D), torch.float32)
     seen = torch.ones(2, 50, dtype=torch.bool).tril(48)[None]
     assert off(attend(q, k, v), dense(q_cpu, k64, v64, seen)) < 2e-5
 
@@ -257,19 +244,14 @@ def test_assembly_converts_every_int8_exactly(convert, dtype):
             assert found.tolist() == bytes_[first::2].tolist()
 
 
-def test_small_values_keep_their_precision_in_float16(device):
-    q, q_cpu = queries(1, 4, 1, 32, torch.float16, device)
-    k, k64 = stored((1, 2, 90, 32), torch.int8, device, 1)
-    v, v64 = stored((1, 2, 90, 32), torch.int8, device, 2, spread=1e-3)
-    expected = dense(q_cpu, k64, v64, torch.ones(1, 1, 90, dtype=torch.bool))
-    assert off(attend(q, k, v), expected) < 5e-3 * expected.abs().max()
-
-
-def test_int8_of_an_odd_width_is_refused(device):
+def test_what_is_refused(device):
     q = torch.zeros(1, 1, 1, 17, device=device)
     k = torch.zeros(1, 1, 4, 17, dtype=torch.int8, device=device)
     with pytest.raises(ValueError, match='17'):
         attend(q, (k, torch.ones(1, 1, 4, 1)), (k, torch.ones(1, 1, 4, 1)))
+    q = torch.zeros(1, 1, 1, 16, dtype=torch.float64, device=device)
+    with pytest.raises(ValueError, match='float64'):
+        attend(q, (q,), (q,))
 
 
 @pytest.mark.parametrize('n_programs, S, decoding, block_n, num_warps, expected', [
@@ -289,9 +271,7 @@ def test_lengths_of_splits(n_programs, S, decoding, block_n, num_warps, expected
 def test_empty_splits_are_neither_written_nor_read(device, kv_dtype, monkeypatch):
     """Short rows beside a long one: memory that happens to be NaN has no effect."""
     lengths, n_joined = torch.tensor([300, 20, 0, 17]), []
-    q, q_cpu = queries(4, 4, 1, 16, torch.float32, device)
-    k, k64 = stored((4, 2, 300, 16), kv_dtype, device, 1)
-    v, v64 = stored((4, 2, 300, 16), kv_dtype, device, 2)
+    q, q_cpu, k, k64, v, v64 = inputs(device, (4, 4, 1, 16), (4, 2, 300, 16), kv_dtype)
     empty = torch.Tensor.new_empty
 
     def unwritten(x, *shape, **how):
@@ -321,19 +301,11 @@ def test_what_it_serves(monkeypatch):
     assert served == [torch.float16]
 
 
-def test_float64_is_refused(device):
-    q = torch.zeros(1, 1, 1, 16, dtype=torch.float64, device=device)
-    with pytest.raises(ValueError, match='float64'):
-        attend(q, (q,), (q,))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_long_chunks_in_half_precision(dtype):
     """Blocks of 64 query rows, which use different tensor core instructions from those of 16."""
-    q, q_cpu = queries(2, 12, 64, 64, dtype, 'cuda')
-    k, k64 = stored((2, 1, 300, 64), torch.int8, 'cuda', 1)
-    v, v64 = stored((2, 1, 300, 64), torch.int8, 'cuda', 2)
+    q, q_cpu, k, k64, v, v64 = inputs('cuda', (2, 12, 64, 64), (2, 1, 300, 64), torch.int8, dtype)
     back = torch.arange(300 - 64, 300)[:, None] - torch.arange(300)
     for window in (0, 50):
         seen = (back >= 0) & (back < (window or 999))

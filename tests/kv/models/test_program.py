@@ -20,41 +20,21 @@ def write(folder, config):
     return str(folder)
 
 
-@pytest.mark.parametrize('name', ['', '/config.json'])
-def test_the_program(name, tmp_path, capsys):
-    main([write(tmp_path / 'model', GEMMA_3) + name, '--max_seq_len=32768', '--budget=80GB',
-          '--like=nanokv', '--json=True'])
+def test_the_program(tmp_path, capsys):
+    main([write(tmp_path / 'model', GEMMA_3), '--max_seq_len=32768', '--budget=80GB',
+          '--like=nanokv', '--page_size=32', '--step_tokens=512', '--json=True'])
     *lines, last = capsys.readouterr().out.splitlines()
     found, text = json.loads(last), ' '.join(' '.join(lines).split())
-    assert found == account(GEMMA_3, max_seq_len=32768, budget=80 * 10 ** 9, like='nanokv')
+    assert found == account(GEMMA_3, max_seq_len=32768, budget=80 * 10 ** 9, like='nanokv',
+                            page_size=32, step_tokens=512)
     assert '5 11 17 23 29' in text and f"{found['bytes']:,}" in text
     assert "with nanoKV's plan" in text and '34x smaller' in text
+    assert 'has the defaults of transformers' in text
 
 
 def test_shared_caches_are_shown(tmp_path, capsys):
     main([write(tmp_path / 'model', FAMILIES['gemma3n_text'] | dict(model_type='gemma3n_text'))])
     assert '3, read by 4' in ' '.join(capsys.readouterr().out.split())
-
-
-def test_defaults_that_are_filled_in_are_shown(tmp_path, capsys):
-    for i, (config, filled) in enumerate((
-            (dict(model_type='llama', num_attention_heads=32),
-             {'head_dim': 128, 'num_hidden_layers': 32}),
-            (dict(model_type='gpt2', n_embd=64, num_attention_heads=4), {'num_hidden_layers': 12}),
-            (dict(nanokv=dict(n_layer=2)), {'n_embd': 768, 'n_head': 12}))):
-        main([write(tmp_path / str(i), config), '--json=True'])
-        *lines, last = capsys.readouterr().out.splitlines()
-        found = json.loads(last)['filled']
-        assert found.items() >= filled.items()
-        assert not found.keys() & {'n_embd', *config} - {*filled}
-        [line] = [line for line in lines if line.startswith('Note: the config does not have')]
-        assert all(f'{name}={value}' in line for name, value in found.items())
-
-
-def test_settings_of_vllm(tmp_path, capsys):
-    main([write(tmp_path / 'model', GEMMA_3), '--page_size=32', '--step_tokens=512', '--json=True'])
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found['engines'] == account(GEMMA_3, page_size=32, step_tokens=512)['engines']
 
 
 @pytest.mark.parametrize('config, message', [
@@ -74,7 +54,7 @@ def test_damaged_files_are_one_line(config, message, tmp_path):
     (['config/train_gpt2x'], 'did you mean config/train_gpt2.py'),
     (['config/x.json'], 'no such folder'),
     (['--svg', 'no/where.svg', 'config/train_gpt2.py'], 'cannot be written')])
-def test_mistakes(argv, message, tmp_path, monkeypatch):
+def test_mistakes(argv, message, tmp_path):
     model = write(tmp_path / 'model', LLAMA)
     with pytest.raises(UserError, match=message):
         main([model if arg == 'MODEL' else arg for arg in argv])
