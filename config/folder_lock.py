@@ -42,17 +42,16 @@ def only_writer(folder: Path, remedy: str) -> contextlib.AbstractContextManager[
 def one_at_a_time(folder: Path) -> Iterator[None]:
     """Hold the lock for preparing `folder`, waiting until it is free. Reentrant within a thread.
     Raises UserError if the folder is not writable; like only_writer otherwise."""
-    folder = Path(folder).resolve()
-    mine = _thread.__dict__.setdefault('folders', set())
-    if folder in mine:
+    mine, name = _thread.__dict__.setdefault('folders', set()), folder.resolve()
+    if name in mine:
         yield
         return
     with _held(folder / '.prepare.lock', f'cannot prepare a dataset in {str(folder)!r}'):
-        mine.add(folder)
+        mine.add(name)
         try:
             yield
         finally:
-            mine.discard(folder)
+            mine.discard(name)
 
 
 @contextlib.contextmanager
