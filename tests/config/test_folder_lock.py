@@ -101,8 +101,9 @@ def test_a_file_that_its_last_holder_deletes_meanwhile_is_not_the_lock(tmp_path,
     assert len(calls) == 3
 
 
-@pytest.mark.parametrize('kind', ['link', 'link to nothing', 'hard link', 'named pipe'])
-@pytest.mark.parametrize('name', ['.lock', '.prepare.lock'])
+@pytest.mark.parametrize('name, kind', [
+    ('.lock', 'link'), ('.lock', 'link to nothing'), ('.lock', 'hard link'),
+    ('.lock', 'named pipe'), ('.prepare.lock', 'link')])
 def test_only_a_regular_file_is_a_lock(tmp_path, name, kind):
     """In a folder from somebody else it may be a link to a file of the user."""
     victim, folder = tmp_path / 'victim', tmp_path / 'out'

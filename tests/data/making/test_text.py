@@ -232,10 +232,9 @@ def test_a_file_that_changes_meanwhile_is_an_error_and_the_older_dataset_stays(r
 
     def split_then_change(*args):
         parts = real(*args)
-        path.write_text('old text, ' * 11)
+        path.write_text('old text, ' * 9)
         return parts
 
-    # prepare.py imports it at the top
     monkeypatch.setattr(textfiles, 'split', split_then_change)
     with pytest.raises(UserError, match='changed while it was read'):
         run('--input', path)
