@@ -48,6 +48,9 @@ def test_download_with_a_timeout(monkeypatch, tmp_path, capsys):
     assert [path.name for path in (tmp_path / 'new').iterdir()] == ['input.txt']
     assert calls == [(URL, download.TIMEOUT)] and download.TIMEOUT <= 60
     assert capsys.readouterr() == ('', '')
+    serve(monkeypatch, Response())
+    with pytest.raises(UserError, match='cannot fetch'):
+        fetch(URL, tmp_path / 'new' / 'input.txt' / 'no folder', SHA256)
 
 
 FAILURES = {
@@ -67,8 +70,6 @@ def test_failures_are_one_line_and_leave_what_was_there(monkeypatch, tmp_path, f
         answer.seek(0)
     serve(monkeypatch, answer)
     (tmp_path / 'input.txt').write_text('older')
-    with pytest.raises(UserError, match='cannot fetch'):
-        fetch(URL, tmp_path / 'input.txt' / 'no folder', SHA256)
     with pytest.raises(UserError) as caught:
         fetch(URL, tmp_path / 'input.txt', SHA256, hint='give --input=FILE')
     message = str(caught.value)

@@ -83,30 +83,25 @@ def test_a_waiting_writer_recreates_a_removed_folder(tmp_path):
 
 
 class Moments:
-    """Count the changes to the folder, and act before or after change `number`."""
+    """Count the changes to the folder, and end before or after change `number`, by an error or, if
+    that is None, as by a kill."""
 
-    def __init__(self, monkeypatch, number, act, after=False):
-        self.count = 0
+    def __init__(self, monkeypatch, number, error=None, after=False):
+        self.count, self.number, self.error, self.after = 0, number, error, after
         for name in ('replace', 'unlink', 'fsync'):
-            monkeypatch.setattr(os, name, self.wrap(getattr(os, name), number, act, after))
+            monkeypatch.setattr(os, name, self.wrap(getattr(os, name)))
 
-    def wrap(self, real, number, act, after):
+    def wrap(self, real):
         def call(*args, **kwargs):
             self.count += 1
-            now = self.count == number
-            if now and not after:
-                act()
-            result = real(*args, **kwargs)
-            if now and after:
-                act()
+            now = self.count == self.number
+            result = real(*args, **kwargs) if self.after or not now else None
+            if now and self.error is None:
+                os._exit(9)
+            if now:
+                raise self.error
             return result
         return call
-
-
-def fail(error):
-    def act():
-        raise error
-    return act
 
 
 # (shard_tokens, meta) of the older dataset and of the one that replaces it
@@ -138,23 +133,9 @@ def old_and_new(tmp_path, change):
 def moments_of(tmp_path, change):
     """Number of changes to the folder while the new dataset is written."""
     with pytest.MonkeyPatch.context() as patch:
-        moments = Moments(patch, 0, None)
+        moments = Moments(patch, 0)
         write(tmp_path / 'count', [[2] * 11], *change[1], val=[2])
     return moments.count + 6  # removing an older dataset's files adds changes
-
-
-@pytest.mark.parametrize('change, after', [(CHANGES[0], False), (CHANGES[1], True)])
-def test_ctrl_c_at_any_moment_leaves_the_old_dataset_or_the_new_one(tmp_path, change, after):
-    found = set()
-    for number in range(1, moments_of(tmp_path, change) + 1):
-        folder, old, new = old_and_new(tmp_path, change)
-        with pytest.MonkeyPatch.context() as patch:
-            Moments(patch, number, fail(KeyboardInterrupt()), after)
-            with contextlib.suppress(KeyboardInterrupt):
-                write(folder, [[2] * 11], *change[1], val=[2])
-        assert not [name for name in names(folder) if name.endswith('.tmp')], number
-        found.add(one_of_two(folder, old, new))
-    assert found == {'old', 'new'}
 
 
 def after_the_next_preparation(folder):
@@ -167,36 +148,33 @@ def after_the_next_preparation(folder):
     return complete, contents(folder)
 
 
-@pytest.mark.skipif(not hasattr(os, 'fork'), reason='the process that is killed is a fork')
-@pytest.mark.parametrize('change', CHANGES)
-def test_a_kill_at_any_moment_loses_neither(tmp_path, change):
-    found = []
+@pytest.mark.parametrize('change, error, after', [
+    (CHANGES[1], None, False),
+    (CHANGES[0], KeyboardInterrupt(), False), (CHANGES[1], KeyboardInterrupt(), True),
+    (CHANGES[1], OSError(28, 'No space left on device'), False)],
+    ids=['kill', 'interrupt before', 'interrupt after', 'error'])
+def test_an_end_at_any_moment_loses_neither_dataset(tmp_path, change, error, after):
+    """The next preparation finishes the new one if it was complete. Ctrl-C leaves a whole one."""
+    states = set()
     for number in range(1, moments_of(tmp_path, change) + 1):
         folder, old, new = old_and_new(tmp_path, change)
-        child = os.fork()
-        if not child:
-            Moments(pytest.MonkeyPatch(), number, lambda: os._exit(9))
-            write(folder, [[2] * 11], *change[1], val=[2])
-            os._exit(0)
-        os.waitpid(child, 0)
-        found.append(one_of_two(folder, old, new))
+        child = os.fork() if error is None else 0
+        if child:
+            os.waitpid(child, 0)
+        else:
+            with pytest.MonkeyPatch.context() as patch:
+                Moments(patch, number, error, after)
+                with contextlib.suppress(KeyboardInterrupt, UserError):
+                    write(folder, [[2] * 11], *change[1], val=[2])
+            if error is None:
+                os._exit(0)
+        state = one_of_two(folder, old, new)
+        if isinstance(error, KeyboardInterrupt):
+            assert state != 'incomplete' and '.new.tmp' not in names(folder), number
         complete, files = after_the_next_preparation(folder)
-        assert files == (new if complete or found[-1] == 'new' else old), number
-    assert set(found) == {'old', 'new', 'incomplete'}
-
-
-@pytest.mark.parametrize('number', range(1, 14, 3))
-def test_an_error_at_any_moment_is_one_line_and_the_next_run_mends_it(tmp_path, number):
-    folder, old, new = old_and_new(tmp_path, CHANGES[1])
-    with pytest.MonkeyPatch.context() as patch:
-        Moments(patch, number, fail(OSError(28, 'No space left on device')))
-        with contextlib.suppress(UserError):
-            write(folder, [[2] * 11], 0, META, val=[2])
-    found = one_of_two(folder, old, new)
-    complete, files = after_the_next_preparation(folder)
-    assert files == (new if complete or found == 'new' else old)
-    write(folder, [[2] * 11], 0, META, val=[2])
-    assert contents(folder) == new
+        assert files == (new if complete or state == 'new' else old), number
+        states.add(state)
+    assert {'old', 'new'} <= states and (error or 'incomplete' in states)
 
 
 def test_a_full_disk_is_one_line_and_the_older_dataset_stays(tmp_path):
