@@ -193,7 +193,7 @@ class TokenWriter:
                             'continue with those settings, or discard the progress with --restart')
 
     def _publish(self) -> None:
-        with write_errors(self.folder, '; run the same command again when that is mended'):
+        with write_errors(self.folder):
             for split in list(self._open):
                 self._close(split)
             if not self.tokens.get('train'):
@@ -282,13 +282,13 @@ def _tokens(files: dict[str, int]) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def write_errors(folder: Path, advice: str = '') -> Iterator[None]:
+def write_errors(folder: Path) -> Iterator[None]:
     """Turn an OSError in writing to `folder` (disk full, no permission) into a UserError."""
     try:
         yield
     except OSError as error:
         raise UserError(f'cannot write a dataset to {str(folder)!r}: '
-                        f'{error.strerror or error}{advice}') from None
+                        f'{error.strerror or error}') from None
 
 
 def _sync(file: BinaryIO) -> None:
