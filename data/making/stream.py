@@ -81,12 +81,29 @@ def prepare(args: Any, path: str, config: str | None = None) -> None:
 
 def write(out: TokenWriter, source: Callable[[int], Iterable[str]], encoding: Any,
           args: Any) -> None:
-    """Encode the documents of `source(number to skip)`, until the end or max_tokens."""
-    if out.documents:
-        print(f'going on after {out.documents:,} documents, {sum(out.tokens.values()):,} tokens',
-              file=sys.stderr)
+    """Encode the documents of `source(number to skip)`, until the end or max_tokens, with
+    checkpoints."""
+    documents, total = out.documents, sum(out.tokens.values())
+    saved = total
+    if documents:
+        print(f'going on after {documents:,} documents, {total:,} tokens', file=sys.stderr)
     try:
-        documents = _add_all(out, source(out.documents), encoding, args)
+        with progress_bar('{task.completed:,} tokens', TimeElapsedColumn()) as bar:
+            task, texts = bar.add_task(''), batches(source(documents))
+            for train, val, n in encoded(texts, encoding, args.val, args.workers):
+                left = args.max_tokens and args.max_tokens - out.tokens.get('train', 0)
+                out.add('train', train[:left])
+                out.add('val', val)
+                documents += n
+                total = sum(out.tokens.values())
+                bar.update(task, completed=total)
+                if left is not None and len(train) >= left:
+                    break
+                if total >= saved + CHECKPOINT:
+                    out.checkpoint(documents)
+                    saved = total
+                    if bar.disable:
+                        print(f'{total:,} tokens', file=sys.stderr)
     except BaseException:
         if out.resumable:
             print(f'kept {out.documents:,} documents in {str(args.out)!r}: '
@@ -97,29 +114,6 @@ def write(out: TokenWriter, source: Callable[[int], Iterable[str]], encoding: An
             out.forget()  # continuing would not help
             raise UserError(f'none of {documents:,} documents is for {split} with '
                             f'--val={args.val}; allowed are more documents or another share')
-
-
-def _add_all(out: TokenWriter, texts: Iterable[str], encoding: Any, args: Any) -> int:
-    """Add the tokens of `texts` to `out`, with checkpoints; returns the number of documents."""
-    documents = out.documents
-    total = saved = sum(out.tokens.values())
-    with progress_bar('{task.completed:,} tokens', TimeElapsedColumn()) as bar:
-        task = bar.add_task('', completed=total)
-        for train, val, n in encoded(batches(texts), encoding, args.val, args.workers):
-            left = args.max_tokens and args.max_tokens - out.tokens.get('train', 0)
-            out.add('train', train[:left])
-            out.add('val', val)
-            documents += n
-            total = sum(out.tokens.values())
-            bar.update(task, completed=total)
-            if left is not None and len(train) >= left:
-                break
-            if total >= saved + CHECKPOINT:
-                out.checkpoint(documents)
-                saved = total
-                if bar.disable:
-                    print(f'{total:,} tokens', file=sys.stderr)
-    return documents
 
 
 def batches(documents: Iterable[str], characters: int = BATCH) -> Iterator[list[str]]:
