@@ -1,9 +1,9 @@
 """Find a dataset folder by its name, running its prepare.py first if necessary."""
 
-import ast
 import difflib
 import importlib.util
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -49,35 +49,23 @@ def ensure_dataset(name: str, root: Path = DATA_ROOT) -> Path:
 
 def available_datasets(root: Path = DATA_ROOT) -> list[str]:
     """Return sorted names of the folders under `root` that are prepared or have a prepare.py."""
-    root = Path(root)
-    folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
-    return sorted(path.name for path in folders
+    return sorted(path.name for path in root.glob('*')
                   if is_prepared(path) or (path / 'prepare.py').is_file())
 
 
 def by_hand(script: Path) -> str:
-    """Return the text assigned to BY_HAND in a prepare.py, '' if none, without running it."""
-    try:
-        tree = ast.parse(Path(script).read_bytes())
-    except (OSError, ValueError, SyntaxError):
-        return ''  # running it will report what is wrong with it
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], 'id', '') == 'BY_HAND':
-            return getattr(node.value, 'value', 'it says BY_HAND')
-    return ''
+    """Return the text that a prepare.py assigns to BY_HAND, '' if none, without running it."""
+    text = script.read_text(encoding='utf-8', errors='replace') if script.is_file() else ''
+    found = re.search(r'^\ufeff?BY_HAND = (.*)', text, re.M)
+    return found[1].strip('\'" ') if found else ''
 
 
 def _unknown(name: str, root: Path) -> str:
-    kinds = {'prepared': [], 'prepared on first use': [], 'prepared by hand': []}
     names = available_datasets(root)
-    for found in names:
-        manual = by_hand(root / found / 'prepare.py')
-        kind = 'prepared by hand' if manual else 'prepared on first use'
-        kinds['prepared' if is_prepared(root / found) else kind].append(found)
     near = difflib.get_close_matches(name, names, n=1)
     hint = f' (did you mean {near[0]!r}?)' if near else ''
-    listed = '; '.join(f'{kind}: {", ".join(some)}' for kind, some in kinds.items() if some)
-    return f'no dataset {name!r}{hint}; {listed}; your own text: python data/text/prepare.py --help'
+    return (f'no dataset {name!r}{hint}; there are {", ".join(names)}; '
+            'your own text: python data/text/prepare.py --help')
 
 
 def _run_prepare(path: Path) -> None:

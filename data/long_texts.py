@@ -14,7 +14,7 @@ LONGEST_PIECE = 1 << 20
 
 # GPT-2 splits text into words before it merges bytes, and a blank after a visible character always
 # starts a new word: text cut just before such a blank gives the same ids as uncut.
-WORD_BREAK = re.compile(r'(?<=\S)(?=[ \n])')
+UNTIL_LAST_BREAK = re.compile(r'.*(?<=\S)(?=[ \n])', re.DOTALL)
 
 
 def alphabet_meta(characters: Iterable[str]) -> dict:
@@ -53,18 +53,9 @@ def bpe_arrays(encoding: Any, blocks: Iterable[str]) -> Iterator[np.ndarray]:
     rest = ''
     for block in blocks:
         rest += block
-        cut = _last_break(rest) or len(rest) * (len(rest) > LONGEST_PIECE)
-        if cut:
+        found = UNTIL_LAST_BREAK.match(rest)
+        if cut := found.end() if found else len(rest) * (len(rest) > LONGEST_PIECE):
             yield encode_text(encoding, rest[:cut])
             rest = rest[cut:]
     if rest:
         yield encode_text(encoding, rest)
-
-
-def _last_break(text: str) -> int:
-    """Return the last position where `text` may be cut, 0 if none; searches the end first."""
-    for start in (max(len(text) - 1000, 0), 0):
-        cuts = [match.start() for match in WORD_BREAK.finditer(text, start)]
-        if cuts:
-            return cuts[-1]
-    return 0

@@ -8,16 +8,17 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+from rich.progress import TimeElapsedColumn
 
 from config.errors import UserError
 from data.download import progress_bar
@@ -28,13 +29,6 @@ from data.making.writer import TokenWriter
 
 BATCH = 1 << 20  # characters that a thread encodes at a time
 CHECKPOINT = 20_000_000  # tokens between two checkpoints
-
-
-class Tokens(NamedTuple):
-    """A batch of documents, encoded."""
-    train: np.ndarray
-    val: np.ndarray
-    documents: int
 
 
 def arguments(doc: str, script: str) -> Arguments:
@@ -87,12 +81,29 @@ def prepare(args: Any, path: str, config: str | None = None) -> None:
 
 def write(out: TokenWriter, source: Callable[[int], Iterable[str]], encoding: Any,
           args: Any) -> None:
-    """Encode the documents of `source(number to skip)`, until the end or max_tokens."""
-    if out.documents:
-        print(f'going on after {out.documents:,} documents, {sum(out.tokens.values()):,} tokens',
-              file=sys.stderr)
+    """Encode the documents of `source(number to skip)`, until the end or max_tokens, with
+    checkpoints."""
+    documents, total = out.documents, sum(out.tokens.values())
+    saved = total
+    if documents:
+        print(f'going on after {documents:,} documents, {total:,} tokens', file=sys.stderr)
     try:
-        documents = _add_all(out, source(out.documents), encoding, args)
+        with progress_bar('{task.completed:,} tokens', TimeElapsedColumn()) as bar:
+            task, texts = bar.add_task(''), batches(source(documents))
+            for train, val, n in encoded(texts, encoding, args.val, args.workers):
+                left = args.max_tokens and args.max_tokens - out.tokens.get('train', 0)
+                out.add('train', train[:left])
+                out.add('val', val)
+                documents += n
+                total = sum(out.tokens.values())
+                bar.update(task, completed=total)
+                if left is not None and len(train) >= left:
+                    break
+                if total >= saved + CHECKPOINT:
+                    out.checkpoint(documents)
+                    saved = total
+                    if bar.disable:
+                        print(f'{total:,} tokens', file=sys.stderr)
     except BaseException:
         if out.resumable:
             print(f'kept {out.documents:,} documents in {str(args.out)!r}: '
@@ -103,30 +114,6 @@ def write(out: TokenWriter, source: Callable[[int], Iterable[str]], encoding: An
             out.forget()  # continuing would not help
             raise UserError(f'none of {documents:,} documents is for {split} with '
                             f'--val={args.val}; allowed are more documents or another share')
-
-
-def _add_all(out: TokenWriter, texts: Iterable[str], encoding: Any, args: Any) -> int:
-    """Add the tokens of `texts` to `out`, with checkpoints; returns the number of documents."""
-    documents, start = out.documents, time.monotonic()
-    total = before = saved = sum(out.tokens.values())
-    with progress_bar('{task.description}') as bar:
-        task = bar.add_task('')
-        for tokens in encoded(batches(texts), encoding, args.val, args.workers):
-            left = args.max_tokens and args.max_tokens - out.tokens.get('train', 0)
-            out.add('train', tokens.train[:left])
-            out.add('val', tokens.val)
-            documents += tokens.documents
-            total = sum(out.tokens.values())
-            speed = (total - before) / (time.monotonic() - start + 1e-9)
-            bar.update(task, description=f'{total:,} tokens ({speed:,.0f} tokens/s)')
-            if left is not None and len(tokens.train) >= left:
-                break
-            if total >= saved + CHECKPOINT:
-                out.checkpoint(documents)
-                saved = total
-                if bar.disable:
-                    print(f'{total:,} tokens', file=sys.stderr)
-    return documents
 
 
 def batches(documents: Iterable[str], characters: int = BATCH) -> Iterator[list[str]]:
@@ -143,9 +130,11 @@ def batches(documents: Iterable[str], characters: int = BATCH) -> Iterator[list[
         yield batch
 
 
-def encode_batch(texts: list[str], encoding: Any, share: float) -> Tokens:
+def encode_batch(texts: list[str], encoding: Any,
+                 share: float) -> tuple[np.ndarray, np.ndarray, int]:
     """Encode each document followed by <|endoftext|>, except empty ones. A hash of the text decides
-    whether it is for validation, with probability `share`."""
+    whether it is for validation, with probability `share`. Returns the tokens for train, those for
+    validation, and the number of documents."""
     parts = {split: [np.zeros(0, np.uint16)] for split in ('train', 'val')}
     end_of_text = np.array([encoding.eot_token], dtype=np.uint16)
     for text in map(valid_text, texts):
@@ -153,11 +142,11 @@ def encode_batch(texts: list[str], encoding: Any, share: float) -> Tokens:
             digest = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), 'big')
             split = 'val' if digest < share * 2**64 else 'train'
             parts[split] += [encode_text(encoding, text), end_of_text]
-    return Tokens(*map(np.concatenate, parts.values()), len(texts))
+    return np.concatenate(parts['train']), np.concatenate(parts['val']), len(texts)
 
 
 def encoded(texts: Iterable[list[str]], encoding: Any, share: float,
-            workers: int) -> Iterator[Tokens]:
+            workers: int) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
     """Yield encode_batch of each batch, in order, using `workers` threads and reading at most two
     batches per thread ahead."""
     pending = deque()
@@ -195,8 +184,7 @@ def load_dataset() -> Callable:
         version = datasets.__version__
     except ImportError:
         version = 'none'
-    major = version.partition('.')[0]
-    if not major.isdigit() or int(major) < 4:
+    if not re.match(r'[4-9]|\d\d', version):
         raise UserError(f'this needs the package datasets in version 4 or newer, and {version} is '
                         "installed: `pip install -U 'datasets>=4'` (or --from=FILE.jsonl)")
     return datasets.load_dataset
@@ -221,14 +209,12 @@ def hub_documents(path: str, config: str | None = None, skip: int = 0,
         for row in rows.skip(skip) if skip else rows:
             text = row['text']
             yield text if isinstance(text, str) else ''  # kept, because skip counts rows
-    except KeyError as error:
-        raise UserError(f"{options.get('data_files', path)!r} has no column {error}; "
-                        "allowed is a column 'text'") from None
     except Exception as error:  # noqa: BLE001  the hub's client raises errors of many libraries
         what = options.get('data_files') or (
             f'{path}, {config or "the default configuration"}, from the Hugging Face hub')
         reason = ' '.join(str(error).split())[:300]
-        raise UserError(f'cannot stream {what}: {type(error).__name__}: {reason}') from None
+        raise UserError(f"cannot stream the column 'text' of {what}: "
+                        f'{type(error).__name__}: {reason}') from None
 
 
 def _json_lines(path: Path) -> Iterator[str]:
@@ -249,8 +235,5 @@ def _lines(path: Path) -> Iterator[str]:
     return (line.rstrip('\r\n') for line in read_blocks(path, by_line=True))
 
 
-def _parquet(path: Path) -> Iterator[str]:
-    return hub_documents('parquet', data_files=str(path))
-
-
-READERS = {'.jsonl': _json_lines, '.txt': _lines, '.parquet': _parquet}
+READERS = {'.jsonl': _json_lines, '.txt': _lines,
+           '.parquet': lambda path: hub_documents('parquet', data_files=str(path))}

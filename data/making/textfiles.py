@@ -38,23 +38,21 @@ class TextPart:
     digest: bytes
     start: int
     end: int
-    whole: bool = True
 
     def __len__(self) -> int:
         return self.end - self.start
 
     def blocks(self) -> Iterator[str]:
-        """Yield the text in pieces. UserError if the length of the file has changed."""
+        """Yield the text in pieces. UserError if the file has become shorter."""
         at = 0
         for block in read_blocks(self.path):
             piece = block[max(self.start - at, 0):max(self.end - at, 0)]
             at += len(block)
             if piece:
                 yield piece
-            if at >= self.end and not self.whole:
+            if at >= self.end:
                 return
-        if at < self.end or (self.whole and at > self.end):
-            raise UserError(f'{str(self.path)!r} changed while it was read: prepare again')
+        raise UserError(f'{str(self.path)!r} changed while it was read: prepare again')
 
 
 def read_blocks(path: Path, block: int = BLOCK, *, by_line: bool = False) -> Iterator[str]:
@@ -178,7 +176,7 @@ def split(texts: list[TextPart], share: float) -> dict[str, list[TextPart]]:
         equal = copies[largest.digest]
         cut = len(largest) - (total - int(total * (1 - share))) // len(equal)
         cut = min(max(cut, FEWEST), len(largest))
-        train = [replace(text, end=cut, whole=False) if text in equal else text for text in texts]
+        train = [replace(text, end=cut) if text in equal else text for text in texts]
         val = [replace(text, start=cut) for text in equal]
     n_train, n_val = sum(map(len, train)), sum(map(len, val))
     if min(n_train, n_val) < FEWEST:

@@ -1,12 +1,9 @@
 """Write a dataset (see tokenfiles.py). An interruption leaves either the old one or the new one.
 
-Folders inside the dataset's folder during a preparation:
-
-    .new.tmp/      the files being written, and progress.json if the preparation can be resumed
-    .ready.tmp/    the same, renamed when complete: they are replacing those of the old dataset
-
-publish() finishes what a killed process left in the second. The file that marks a folder as
-prepared (train.bin or train_00000.bin) is removed first and added last.
+A preparation writes into the folder .new.tmp/ of the dataset's folder. Its progress.json lists
+{file: size} up to the last checkpoint; once it says `complete`, publish() replaces the old dataset,
+and the next preparation finishes what a killed one left. The file that marks a folder as prepared
+(train.bin or train_00000.bin) is removed first and added last.
 """
 
 import contextlib
@@ -23,12 +20,11 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from config.errors import UserError
-from config.files import read_json, regular_only
+from config.files import read_json, regular_only, replacing
 from config.folder_lock import one_at_a_time
 from data.tokenfiles import MAX_ID, TOKEN_DTYPE, dtype_of, meta_problem, split_files
 
-NEW, READY = '.new.tmp', '.ready.tmp'
-PROGRESS, RESULT = 'progress.json', 'result.json'  # not part of the dataset
+NEW, PROGRESS = '.new.tmp', 'progress.json'
 MARKERS = ('train.bin', 'train_00000.bin')
 
 
@@ -101,7 +97,7 @@ class TokenWriter:
                 room = self.shard_tokens - offset if sharded else ids.size
                 if split not in self._open:
                     name = f'{split}_{shard:05d}.bin' if sharded else f'{split}.bin'
-                    self._open[split] = open(self._new / name, 'ab', opener=regular_only)
+                    self._open[split] = open(self._new / name, 'ab')
                 part, ids = ids[:room], ids[room:]
                 self._open[split].write(part.tobytes())
                 self.tokens[split] = done + part.size
@@ -110,14 +106,11 @@ class TokenWriter:
 
     def checkpoint(self, documents: int) -> None:
         """Record that all tokens of the first `documents` documents have been added."""
+        self.documents = documents
         with write_errors(self.folder):
             for file in self._open.values():
                 _sync(file)
-            files = {path.name: path.stat().st_size for path in self._new.glob('*.bin')}
-            progress = {'key': self.key, 'documents': documents, 'files': files}
-            self._write('progress.new', json.dumps(progress).encode())
-            os.replace(self._new / 'progress.new', self._new / PROGRESS)
-        self.documents = documents
+            self._record(complete=False)
 
     def report(self) -> None:
         """Print the number of tokens of each split."""
@@ -135,9 +128,6 @@ class TokenWriter:
 
     def __enter__(self) -> 'TokenWriter':
         with contextlib.ExitStack() as stack, write_errors(self.folder):
-            if not self.folder.exists():
-                stack.callback(_remove_if_empty, self.folder)  # when the lock is released
-            self.folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(one_at_a_time(self.folder))
             self._begin()
             self._lock = stack.pop_all()
@@ -152,7 +142,7 @@ class TokenWriter:
                 for file in self._open.values():
                     with contextlib.suppress(OSError):  # the disk may be full
                         file.close()
-                if self.key is None or not self.resumable:
+                if not self.resumable:
                     shutil.rmtree(self._new, ignore_errors=True)
 
     def _begin(self) -> None:
@@ -160,45 +150,33 @@ class TokenWriter:
         for path in [*self.folder.glob('*.bin'), self.folder / 'meta.pkl']:
             if path.is_dir():
                 raise UserError(f'{str(path)!r} is a folder, where a file of the dataset belongs')
-        result = publish(self.folder)
-        if self.key is not None and not self.restart and result.get('key') == self.key:
-            self.finished, self.tokens = True, result['tokens']
-        elif self.restart or not self._resume():
-            if self._new.exists():
-                shutil.rmtree(self._new)
-            self._new.mkdir()
+        progress = read_progress(self.folder)
+        published = publish(self.folder, progress)
+        if progress and not self.restart:
+            if not published:
+                return self._resume(progress)
+            if self.key is not None and self.key == progress['key']:
+                self.finished, self.tokens = True, _tokens(progress['files'])
+                return
+        if self._new.exists():
+            shutil.rmtree(self._new)
+        self._new.mkdir()
 
-    def _resume(self) -> bool:
-        """Continue from the last checkpoint, whose files are truncated to it. Returns False if
-        there is none. UserError if it is from a different preparation."""
-        progress = _read_object(self._new / PROGRESS)
-        try:
-            key, files, documents = (progress[name] for name in ('key', 'files', 'documents'))
-            damaged = type(key) is not dict or type(documents) is not int or any(
-                type(size) is not int or Path(name).name != name
-                or (self._new / name).stat().st_size < size for name, size in files.items())
-        except (OSError, KeyError, TypeError, AttributeError):
-            damaged = True
-        if damaged:
-            if self.resumable:
-                print(f'the progress in {str(self.folder)!r} is damaged: starting afresh',
-                      file=sys.stderr)
-            return False
+    def _resume(self, progress: dict[str, Any]) -> None:
+        """Continue from the last checkpoint, to which the files are truncated. UserError if it is
+        from a different preparation."""
         if self.key is None:
             raise UserError(f'{str(self.folder)!r} holds the progress of another preparation: '
                             f'finish it, or remove {NEW} there')
-        for name, size in files.items():
-            split = re.sub(r'(_\d+)?\.bin$', '', name)
-            self.tokens[split] = self.tokens.get(split, 0) + size // TOKEN_DTYPE.itemsize
-        self._check_key(key)
-        self.documents = documents
+        files, self.documents = progress['files'], progress['documents']
+        self.tokens = _tokens(files)
+        self._check_key(progress['key'])
         for path in self._new.iterdir():
             if path.name in files:
                 with open(path, 'r+b', opener=regular_only) as file:
                     file.truncate(files[path.name])
             elif path.name != PROGRESS:
                 path.unlink()
-        return True
 
     def _check_key(self, old: dict[str, Any]) -> None:
         """Raise UserError unless progress with settings `old` can be continued with self.key:
@@ -215,92 +193,104 @@ class TokenWriter:
                             'continue with those settings, or discard the progress with --restart')
 
     def _publish(self) -> None:
-        with write_errors(self.folder, '; run the same command again when that is mended'):
+        with write_errors(self.folder):
             for split in list(self._open):
                 self._close(split)
             if not self.tokens.get('train'):
                 raise UserError(f'no train tokens for {str(self.folder)!r}; '
                                 'allowed is at least one')
             if self.meta is not None:
-                self._write('meta.pkl', pickle.dumps(self.meta))
+                (self._new / 'meta.pkl').write_bytes(pickle.dumps(self.meta))
             if self.source is not None:
-                self._write('source.json', json.dumps(self.source, indent=1).encode())
-            files = [path.name for path in self._new.iterdir()]
-            result = {'key': self.key, 'tokens': self.tokens, 'files': files}
-            self._write(RESULT, json.dumps(result).encode())
+                (self._new / 'source.json').write_text(json.dumps(self.source, indent=1))
             try:
-                os.replace(self._new, self.folder / READY)
-                publish(self.folder)
-            except KeyboardInterrupt:  # too late to keep the old dataset
-                publish(self.folder)
+                self._record(complete=True)
+                publish(self.folder, read_progress(self.folder))
+            except KeyboardInterrupt:  # if it is complete, too late to keep the old dataset
+                publish(self.folder, read_progress(self.folder))
                 raise
+
+    def _record(self, complete: bool) -> None:
+        """Write progress.json: the files, and whether they are the entire dataset."""
+        files = {path.name: path.stat().st_size for path in self._new.iterdir()
+                 if path.suffix != '.tmp' and path.name != PROGRESS}
+        with replacing(self._new / PROGRESS) as part:
+            part.write_text(json.dumps({'key': self.key, 'documents': self.documents,
+                                        'files': files, 'complete': complete}))
 
     def _close(self, split: str) -> None:
         with self._open.pop(split) as file:
             _sync(file)
 
-    def _write(self, name: str, data: bytes) -> None:
-        with open(self._new / name, 'wb', opener=regular_only) as file:
-            file.write(data)
-            _sync(file)
+
+def read_progress(folder: Path) -> dict[str, Any] | None:
+    """Return the progress of a preparation in `folder`, None if there is none, or if it is damaged,
+    which is reported on stderr. Raises UserError if the preparation's folder is a link."""
+    new = folder / NEW
+    if new.is_symlink():  # the files in it belong elsewhere
+        raise UserError(f'{str(new)!r} is a link, where a folder of the preparation belongs: '
+                        'delete it')
+    try:
+        progress = read_json(new / PROGRESS)
+        key, files, documents = (progress[name] for name in ('key', 'files', 'documents'))
+        complete = progress.setdefault('complete', False)  # earlier versions do not write it
+        found = {path.name: path.stat().st_size for path in new.iterdir()}
+        valid = type(documents) is int and documents >= 0 and type(complete) is bool and all(
+            type(size) is int and 0 <= size <= found.get(name, size if complete else -1)
+            for name, size in files.items())  # of a complete one, some may have been moved
+        valid &= not files.keys().isdisjoint(MARKERS) if complete else type(key) is dict
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        valid = False
+    if not valid:
+        print(f'the progress in {str(folder)!r} is damaged: starting afresh', file=sys.stderr)
+        return None
+    return progress
 
 
-def publish(folder: Path) -> dict[str, Any]:
-    """Replace the dataset in `folder` by a completely written one, or resume doing so. Returns what
-    result.json says of it, {} if there was none to publish or all of its files had been moved.
-    Raises UserError if a folder of the preparation is a link."""
-    ready = folder / READY
-    for path in (folder / NEW, ready):
-        if path.is_symlink():  # the files in it belong elsewhere
-            raise UserError(f'{str(path)!r} is a link, where a folder of the preparation belongs: '
-                            'delete it')
-    result = _read_object(ready / RESULT)
-    if result:
-        old = [*split_files(folder, 'train'), *split_files(folder, 'val'),
-               folder / 'meta.pkl', folder / 'source.json']  # an old meta.pkl would decode new ids
-        # a result of an earlier version lists no files: it had removed the old ones by now
-        kept = result.get('files', [path.name for path in old])
-        for path in sorted(old, key=_order, reverse=True):
-            if path.name not in kept or (ready / path.name).exists():
-                path.unlink(missing_ok=True)
-        for path in sorted(ready.iterdir(), key=_order):
-            if path.name not in (PROGRESS, RESULT):
-                os.replace(path, folder / path.name)
-    if ready.exists():
-        shutil.rmtree(ready)
-    return result
+def publish(folder: Path, progress: dict[str, Any] | None) -> bool:
+    """Replace the dataset in `folder` by the new one, or resume doing so, if `progress` says that
+    it is complete. Returns whether it is."""
+    if not (progress and progress['complete']):
+        return False
+    new = folder / NEW
+    old = [*split_files(folder, 'train'), *split_files(folder, 'val'),
+           folder / 'meta.pkl', folder / 'source.json']  # an old meta.pkl would decode new ids
+    for path in sorted(old, key=_is_marker, reverse=True):
+        if path.name not in progress['files'] or (new / path.name).exists():
+            path.unlink(missing_ok=True)
+    for path in sorted(new.iterdir(), key=_is_marker):
+        if path.name in progress['files']:
+            os.replace(path, folder / path.name)
+    shutil.rmtree(new)
+    return True
 
 
-def _order(path: Path) -> int:
-    """Sort key for adding files (reversed to remove them): owner first, markers last."""
-    return 0 if path.name == 'source.json' else 2 if path.name in MARKERS else 1
+def _is_marker(path: Path) -> bool:
+    return path.name in MARKERS
+
+
+def _tokens(files: dict[str, int]) -> dict[str, int]:
+    """Return {split: number of tokens}, given the sizes of files in bytes."""
+    tokens = {}
+    for name, size in files.items():
+        if name.endswith('.bin'):
+            split = re.sub(r'(_\d+)?\.bin$', '', name)
+            tokens[split] = tokens.get(split, 0) + size // TOKEN_DTYPE.itemsize
+    return tokens
 
 
 @contextlib.contextmanager
-def write_errors(folder: Path, advice: str = '') -> Iterator[None]:
+def write_errors(folder: Path) -> Iterator[None]:
     """Turn an OSError in writing to `folder` (disk full, no permission) into a UserError."""
     try:
         yield
     except OSError as error:
-        not_a_folder = isinstance(error, FileExistsError)
-        reason = 'it is not a folder' if not_a_folder else error.strerror or error
-        raise UserError(f'cannot write a dataset to {str(folder)!r}: {reason}{advice}') from None
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """Read the JSON object in a file; {} if it is missing or damaged."""
-    try:
-        value = read_json(path)
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
+        raise UserError(f'cannot write a dataset to {str(folder)!r}: '
+                        f'{error.strerror or error}') from None
 
 
 def _sync(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _remove_if_empty(folder: Path) -> None:
-    with contextlib.suppress(OSError):
-        folder.rmdir()

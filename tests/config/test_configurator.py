@@ -40,7 +40,7 @@ def test_without_arguments_every_key_has_its_default():
 
 
 def test_the_later_of_flags_and_files_wins(file):
-    a, b = file('batch_size = 5', 'a.py'), file('batch_size = 6', 'b.py')
+    a, b = file('\ufeffbatch_size = 5', 'a.py'), file('batch_size = 6', 'b.py')
     for argv, last in ((['--batch_size=3', a], 5), ([a, '--batch_size=3'], 3), ([a, b], 6),
                        (['--batch_size=3', '--batch_size=4'], 4)):
         assert parse(*argv).batch_size == last
@@ -50,10 +50,6 @@ def test_later_settings_of_a_file_may_use_earlier_ones_flags_and_defaults(file):
     path = file('lr_decay_iters = max_iters\nmin_lr = learning_rate / 10\nmax_iters = 7')
     s = parse('--max_iters=50', path)
     assert (s.lr_decay_iters, s.max_iters, s.min_lr) == (50, 7, 6e-4 / 10)
-
-
-def test_a_byte_order_mark_is_dropped(file):
-    assert parse(file('\ufeffbatch_size = 5')).batch_size == 5
 
 
 # -- types -----------------------------------------------------------------------------------------
@@ -109,15 +105,11 @@ def test_given_are_the_keys_that_were_set_also_to_their_default(file):
     ('batch_size', 'True', 'a whole number'), ('batch_size', '', 'a whole number'),
     ('dropout', 'False', 'a number'), ('bias', '1', 'True or False'),
     ('learning_rate', '1' + '0' * 400, 'number'), ('learning_rate', '[1]', 'a number'),
+    ('learning_rate', 'nan', 'number'), ('learning_rate', '-inf', 'number'),
 ])
 def test_value_of_another_type_names_key_value_and_what_is_taken(name, value, words):
     message = refused(f'--{name}={value}')
     assert f'{name}=' in message and value.strip("'")[:50] in message and words in message
-
-
-@pytest.mark.parametrize('value', ['nan', '1e999', '-1e999'])
-def test_floats_must_be_finite(value, file):
-    assert 'learning_rate' in refused(file(f'learning_rate = float("{value}")'))
 
 
 @pytest.mark.parametrize('key', [k for keys in PROGRAMS.values() for k in keys if k.choices],
@@ -196,21 +188,14 @@ def test_a_config_file_is_found_from_any_working_directory(tmp_path, monkeypatch
     ('def _f():\n    return 1 / 0\nbatch_size = _f()\n', 2, 'ZeroDivisionError'),
     ('raise ValueError("two\\nlines")\n', 1, 'ValueError'),
     ('import no_such_module\n', 1, 'ModuleNotFoundError'),
+    ('{"max_iters": 5}\n', 1, 'this sets nothing'),
+    ('batch_size = 5\nmax_iters: 5\n', 2, 'this sets nothing'),
+    ('max_iters == 5\n', 1, 'this sets nothing'),
+    ('[training]\nmax_iters = 5\n', 1, 'this sets nothing'),
 ])
 def test_failing_config_file_names_file_line_and_reason(text, line, what, file):
     path = file(text)
-    message = refused(path)
-    assert f'{path}, line {line}: {what}' in message
-
-
-@pytest.mark.parametrize('text, line', [
-    ('{"max_iters": 5}\n', 1),
-    ('batch_size = 5\nmax_iters: 5\n', 2),
-    ('max_iters == 5\n', 1),
-    ('[training]\nmax_iters = 5\n', 1)])
-def test_a_line_of_a_config_file_that_sets_nothing_is_refused(text, line, file):
-    path = file(text)
-    assert f'{path}, line {line}: this sets nothing' in refused(path)
+    assert f'{path}, line {line}: {what}' in refused(path)
 
 
 def test_docstrings_calls_and_types_beside_values_are_no_idle_lines(file):

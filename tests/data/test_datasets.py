@@ -67,10 +67,8 @@ def test_unknown_name_lists_and_suggests(tmp_path):
     with pytest.raises(UserError) as caught:
         ensure_dataset('shakespear_work', tmp_path)
     message = str(caught.value)
-    assert "did you mean 'shakespeare_works'?" in message
-    assert 'prepared: mine; prepared on first use: shakespeare_works; ' in message
-    assert 'prepared by hand: web; ' in message
-    assert 'no_dataset' not in message and '\n' not in message
+    assert "did you mean 'shakespeare_works'?" in message and '\n' not in message
+    assert 'there are mine, shakespeare_works, web; ' in message
 
 
 @pytest.mark.parametrize('name', ['', '.', '..', '../data', '/etc', 'a\\b', 'a\0b'])
@@ -92,7 +90,7 @@ def test_shards_are_a_prepared_dataset(tmp_path):
 
 
 @pytest.mark.parametrize('line, words', [
-    ("BY_HAND = 'it is ' '9 TB'", 'it is 9 TB'), ("BY_HAND = str(1)", 'BY_HAND')])
+    ("BY_HAND = 'it is 9 TB'", 'it is 9 TB'), ("BY_HAND = str(1)", 'str(1)')])
 def test_by_hand_is_not_run_but_explained(tmp_path, line, words):
     folder = make(tmp_path, 'huge', prepare=f'raise SystemExit("was run")\n{line}')
     with pytest.raises(UserError) as caught:

@@ -9,7 +9,7 @@ import pytest
 
 from config.errors import UserError
 from data.making import stream
-from data.making.writer import write_dataset
+from data.making.writer import TokenWriter, write_dataset
 from tests.data.making.support import contents, fake_hub
 
 
@@ -57,47 +57,39 @@ def test_interrupted_and_resumed_is_byte_for_byte_the_same(run, whole, monkeypat
     assert 0 < asked[0] <= n and f'going on after {asked[0]} documents' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize('options, words', [
-    (['--shard_tokens=4000'], ['shard_tokens=500', 'shard_tokens=4000']),
-    (['--val=0.2'], ['val=0.1', 'val=0.2']),
-    (['--from', 'OTHER'], ['dump.jsonl', 'other.jsonl']),
-    (['--max_tokens=900'], ['max_tokens=None', 'max_tokens=900'])])
-def test_progress_of_other_settings_is_refused_not_lost(run, small, tmp_path, dump, options, words):
-    (tmp_path / 'other.jsonl').write_bytes(dump.read_bytes())
-    options = [option.replace('OTHER', str(tmp_path / 'other.jsonl')) for option in options]
+def test_progress_of_other_settings_is_refused_not_lost(run, small, monkeypatch, tmp_path, dump):
+    other = tmp_path / 'other.jsonl'
+    other.write_bytes(dump.read_bytes())
     older = run('--shard_tokens=500')
     interrupt(run, '--shard_tokens=500')
     before = contents(tmp_path / 'out')
     assert {name: before[name] for name in older} == older, 'the older dataset stays whole'
-    with pytest.raises(UserError) as caught:
-        run('--shard_tokens=500', *options)
-    assert all(word in str(caught.value) for word in [*words, '--restart'])
-    assert '\n' not in str(caught.value) and contents(tmp_path / 'out') == before
-    with pytest.raises(UserError, match='no file'):
-        run('--shard_tokens=500', '--restart', source=tmp_path / 'missing.jsonl')
-    assert contents(tmp_path / 'out') == before
-    result = run('--shard_tokens=500', *options, '--restart')
-    assert not (tmp_path / 'out' / '.new.tmp').exists()
-    shutil.rmtree(tmp_path / 'out')
-    assert run('--shard_tokens=500', *options) == result
-
-
-def test_failures_that_leave_the_progress_alone(run, small, monkeypatch, tmp_path, dump):
-    interrupt(run)
-    before = contents(tmp_path / 'out')
 
     def load_dataset(*args, **kwargs):
         raise ConnectionError('no hub')
 
     fake_hub(monkeypatch, load_dataset)
+    for options, words in [
+            (['--shard_tokens=4000'], 'shard_tokens=500.*shard_tokens=4000.*--restart'),
+            (['--val=0.2'], 'val=0.1.*val=0.2.*--restart'),
+            (['--from', str(other)], 'dump.jsonl.*other.jsonl.*--restart'),
+            (['--max_tokens=900'], 'max_tokens=None.*max_tokens=900.*--restart'),
+            (['--restart', '--from', str(tmp_path / 'missing.jsonl')], 'no file')]:
+        with pytest.raises(UserError, match=words) as caught:
+            run('--shard_tokens=500', *options)
+        assert '\n' not in str(caught.value) and contents(tmp_path / 'out') == before
     with pytest.raises(UserError, match='no hub'):  # --restart finds no documents
         run('--restart', source=None)
     with pytest.raises(UserError, match='progress of another preparation'):
         write_dataset(tmp_path / 'out', {'train': np.array([1])}, None)
     dump.write_text(dump.read_text() * 2)  # a file with a different size is a different source
     with pytest.raises(UserError, match='source=.*--restart'):
-        run()
+        run('--shard_tokens=500')
     assert contents(tmp_path / 'out') == before
+    result = run('--shard_tokens=4000', '--restart')
+    assert not (tmp_path / 'out' / '.new.tmp').exists()
+    shutil.rmtree(tmp_path / 'out')
+    assert run('--shard_tokens=4000') == result
 
 
 @pytest.mark.parametrize('first, second', [
@@ -109,39 +101,26 @@ def test_max_tokens_may_change_between_resumes(run, whole, capsys, first, second
     assert run(*second) == expected and 'going on after' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize('kill', [False, True])
-def test_interrupted_while_it_is_published(run, whole, tmp_path, capsys, kill):
-    """Ctrl-C comes too late; after a kill the same command finishes without reading documents."""
+def test_killed_while_it_is_published(run, whole, tmp_path, capsys):
+    """The same command finishes without reading documents."""
     options = ['--shard_tokens=2000', '--max_tokens=5_000']
-    expected = whole(*options)
+    expected, real = whole(*options), os.replace
 
     class Kill(BaseException):
         pass
 
-    for number in range(len(expected) + 1):  # a folder is renamed, then the files are
-        with pytest.MonkeyPatch.context() as patch:
-            real, calls = os.replace, []
+    def killed(old, new):
+        if new.name == 'val.bin':
+            raise Kill
+        return real(old, new)
 
-            def at(old, new, real=real, calls=calls, number=number):
-                if new.name != 'progress.json':
-                    calls.append(new)
-                    if len(calls) == number + 1 and number:
-                        raise Kill if kill else KeyboardInterrupt
-                return real(old, new)
-
-            patch.setattr(os, 'replace', at)
-            try:
-                assert run(*options) == expected and number == 0
-            except KeyboardInterrupt:
-                assert not kill and contents(tmp_path / 'out') == expected
-            except Kill:
-                patch.undo()
-                capsys.readouterr()
-                with pytest.MonkeyPatch.context() as second:
-                    second.setattr(stream, 'write', None)
-                    assert run(*options) == expected
-                assert 'finished what was interrupted' in capsys.readouterr().err
-        shutil.rmtree(tmp_path / 'out')
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Kill):
+        patch.setattr(os, 'replace', killed)
+        run(*options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream, 'write', None)
+        assert run(*options) == expected
+    assert 'finished what was interrupted' in capsys.readouterr().err
 
 
 def edit(new, **changes):
@@ -150,15 +129,31 @@ def edit(new, **changes):
 
 
 @pytest.mark.parametrize('damage', [
-    lambda new: (new / 'progress.json').write_text('[' * 100_000),
-    lambda new: edit(new, files={'val.bin': 'x'}), lambda new: edit(new, documents=None),
-    lambda new: (new / 'val.bin').unlink()])
-def test_damaged_progress_starts_afresh(run, whole, tmp_path, capsys, damage):
-    expected = whole('--shard_tokens=4000', '--max_tokens=20_000')
-    interrupt(run, '--shard_tokens=4000')
-    damage(tmp_path / 'out' / '.new.tmp')
-    assert run('--shard_tokens=4000', '--max_tokens=20_000') == expected
-    assert 'is damaged: starting afresh' in capsys.readouterr().err
+    lambda new: (new / 'val.bin').unlink(),
+    *[lambda new, text=text: (new / 'progress.json').write_text(text)
+      for text in ('', '[' * 100_000, '[1]', '{}', '7', '\0', '{"key": {}, "files": {}}')],
+    *[lambda new, changes=changes: edit(new, **changes) for changes in (
+        {'files': {'val.bin': 'x'}}, {'files': {'val.bin': -2}}, {'files': {'val.bin': 2.5}},
+        {'files': {'val.bin': None}}, {'files': {'\0': 2}}, {'files': {'../../victim.bin': 0}},
+        {'files': ['val.bin']}, {'files': None}, {'key': None}, {'key': []}, {'documents': None},
+        {'documents': -1}, {'documents': 1e3}, {'complete': 1}, {'complete': None},
+        {'complete': True, 'files': {}}, {'complete': True, 'files': {'train.bin': 'x'}})]])
+def test_damaged_progress_starts_afresh(tmp_path, capsys, damage):
+    out, new = tmp_path / 'out', tmp_path / 'out' / '.new.tmp'
+    with pytest.raises(KeyboardInterrupt), TokenWriter(out, key={'val': 1}) as writer:
+        writer.add('train', np.array([1, 2, 3]))
+        writer.add('val', np.array([4]))
+        writer.checkpoint(3)
+        raise KeyboardInterrupt
+    (tmp_path / 'victim.bin').write_text('precious')
+    damage(new)
+    with TokenWriter(out, key={'val': 1}) as writer:
+        assert (writer.documents, writer.tokens, list(new.iterdir())) == (0, {}, [])
+        writer.add('train', np.array([5]))
+    assert contents(out) == {'train.bin': b'\5\0'}
+    assert (tmp_path / 'victim.bin').read_text() == 'precious'
+    err = capsys.readouterr().err
+    assert 'is damaged: starting afresh' in err and err.count('\n') == 1
 
 
 def test_without_a_checkpoint_an_interruption_leaves_nothing(run, tmp_path):

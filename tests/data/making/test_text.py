@@ -131,8 +131,8 @@ def test_equal_files_are_in_one_split(tmp_path, n_texts, size):
 
 def test_a_dataset_of_other_origin_is_only_replaced_when_asked_to(run, root, tmp_path):
     (tmp_path / 'book.txt').write_text('Some text. ' * 10)
-    for name, file in (('mine', 'train.bin'), ('shards', 'train_00000.bin'),
-                       ('alphabet', 'meta.pkl'), ('llm_c', 'fineweb_train_000001.bin')):
+    for name, file in (('mine', 'train.bin'), ('alphabet', 'meta.pkl'),
+                       ('llm_c', 'fineweb_train_000001.bin')):
         (root / name).mkdir()
         content = MAGIC.to_bytes(4, 'little') * 256 if name == 'llm_c' else b'mine'
         (root / name / file).write_bytes(content)
@@ -232,10 +232,9 @@ def test_a_file_that_changes_meanwhile_is_an_error_and_the_older_dataset_stays(r
 
     def split_then_change(*args):
         parts = real(*args)
-        path.write_text('old text, ' * 11)
+        path.write_text('old text, ' * 9)
         return parts
 
-    # prepare.py imports it at the top
     monkeypatch.setattr(textfiles, 'split', split_then_change)
     with pytest.raises(UserError, match='changed while it was read'):
         run('--input', path)

@@ -16,7 +16,6 @@ from data.tokenfiles import is_prepared, open_split
 from tests.data.making.support import contents
 
 META = {'vocab_size': 3, 'itos': {0: 'a', 1: 'b', 2: 'c'}, 'stoi': {'a': 0, 'b': 1, 'c': 2}}
-LEFT_OVER = ('.new.tmp', '.ready.tmp')
 
 
 def names(folder):
@@ -43,18 +42,17 @@ def test_chunks_and_shards_of_any_size_give_the_same_tokens(tmp_path, shard_toke
         assert window.dtype == np.uint16 and window.tolist() == list(range(start, n))
 
 
-@pytest.mark.parametrize('name', LEFT_OVER)
-def test_a_link_to_a_folder_is_not_a_preparation(tmp_path, name):
+def test_a_link_to_a_folder_is_not_a_preparation(tmp_path):
     """The files in it would be moved into the dataset, or deleted."""
     other, folder = tmp_path / 'other', tmp_path / 'out'
     other.mkdir()
     folder.mkdir()
     (other / 'precious').write_text('a')
     (other / 'progress.json').write_text('{"files": {}, "documents": 0, "key": {}}')
-    (folder / name).symlink_to(other)
-    with pytest.raises(UserError, match=f'{name}.* is a link'), TokenWriter(folder, key={}):
+    (folder / '.new.tmp').symlink_to(other)
+    with pytest.raises(UserError, match='.new.tmp.* is a link'), TokenWriter(folder, key={}):
         pass
-    assert names(other) == ['precious', 'progress.json'] and names(folder) == [name]
+    assert names(other) == ['precious', 'progress.json'] and names(folder) == ['.new.tmp']
 
 
 def test_unfit_tokens_and_bad_settings_are_refused_and_nothing_is_left(tmp_path):
@@ -85,35 +83,29 @@ def test_a_waiting_writer_recreates_a_removed_folder(tmp_path):
 
 
 class Moments:
-    """Count the changes to the folder, and act before or after change `number`."""
+    """Count the changes to the folder, and end before or after change `number`, by an error or, if
+    that is None, as by a kill."""
 
-    def __init__(self, monkeypatch, number, act, after=False):
-        self.count = 0
+    def __init__(self, monkeypatch, number, error=None, after=False):
+        self.count, self.number, self.error, self.after = 0, number, error, after
         for name in ('replace', 'unlink', 'fsync'):
-            monkeypatch.setattr(os, name, self.wrap(getattr(os, name), number, act, after))
+            monkeypatch.setattr(os, name, self.wrap(getattr(os, name)))
 
-    def wrap(self, real, number, act, after):
+    def wrap(self, real):
         def call(*args, **kwargs):
             self.count += 1
-            now = self.count == number
-            if now and not after:
-                act()
-            result = real(*args, **kwargs)
-            if now and after:
-                act()
+            now = self.count == self.number
+            result = real(*args, **kwargs) if self.after or not now else None
+            if now and self.error is None:
+                os._exit(9)
+            if now:
+                raise self.error
             return result
         return call
 
 
-def fail(error):
-    def act():
-        raise error
-    return act
-
-
-# (shard_tokens, meta) of the older dataset (None: none) and of the one that replaces it
-CHANGES = [(None, (0, META)), ((2, None), (4, None)), ((0, META), (3, None)),
-           ((3, None), (0, META))]
+# (shard_tokens, meta) of the older dataset and of the one that replaces it
+CHANGES = [((2, None), (4, None)), ((3, None), (0, META))]
 
 
 def one_of_two(folder, before, after):
@@ -130,12 +122,10 @@ def one_of_two(folder, before, after):
 
 
 def old_and_new(tmp_path, change):
-    """Return a folder with the older dataset (or none), its files, and the new dataset's files."""
+    """Return a folder with the older dataset, its files, and the new dataset's files."""
     for folder in ('a', 'new'):
         shutil.rmtree(tmp_path / folder, ignore_errors=True)
-    (tmp_path / 'a').mkdir()
-    if change[0]:
-        write(tmp_path / 'a', [[0, 1, 2, 0, 1]], *change[0], val=[1])
+    write(tmp_path / 'a', [[0, 1, 2, 0, 1]], *change[0], val=[1])
     write(tmp_path / 'new', [[2] * 11], *change[1], val=[2])
     return tmp_path / 'a', contents(tmp_path / 'a'), contents(tmp_path / 'new')
 
@@ -143,62 +133,48 @@ def old_and_new(tmp_path, change):
 def moments_of(tmp_path, change):
     """Number of changes to the folder while the new dataset is written."""
     with pytest.MonkeyPatch.context() as patch:
-        moments = Moments(patch, 0, None)
+        moments = Moments(patch, 0)
         write(tmp_path / 'count', [[2] * 11], *change[1], val=[2])
     return moments.count + 6  # removing an older dataset's files adds changes
 
 
-@pytest.mark.parametrize('change, after', [(CHANGES[1], False), (CHANGES[3], True)])
-def test_ctrl_c_at_any_moment_leaves_the_old_dataset_or_the_new_one(tmp_path, change, after):
-    found = set()
-    for number in range(1, moments_of(tmp_path, change) + 1):
-        folder, old, new = old_and_new(tmp_path, change)
-        with pytest.MonkeyPatch.context() as patch:
-            Moments(patch, number, fail(KeyboardInterrupt()), after)
-            with contextlib.suppress(KeyboardInterrupt):
-                write(folder, [[2] * 11], *change[1], val=[2])
-        assert not [name for name in names(folder) if name.endswith('.tmp')], number
-        found.add(one_of_two(folder, old, new))
-    assert found == {'old', 'new'}
-
-
 def after_the_next_preparation(folder):
-    """The files after a second preparation has begun and failed."""
+    """Return whether the new dataset is complete, and the files after a second preparation has
+    begun and failed."""
+    complete = (folder / '.new.tmp' / 'progress.json').exists()
     with pytest.raises(ZeroDivisionError), TokenWriter(folder):
         raise ZeroDivisionError
-    assert not set(names(folder)) & set(LEFT_OVER)
-    return contents(folder)
+    assert not (folder / '.new.tmp').exists()
+    return complete, contents(folder)
 
 
-@pytest.mark.skipif(not hasattr(os, 'fork'), reason='the process that is killed is a fork')
-@pytest.mark.parametrize('change', CHANGES)
-def test_a_kill_at_any_moment_loses_neither(tmp_path, change):
-    found = []
+@pytest.mark.parametrize('change, error, after', [
+    (CHANGES[1], None, False),
+    (CHANGES[0], KeyboardInterrupt(), False), (CHANGES[1], KeyboardInterrupt(), True),
+    (CHANGES[1], OSError(28, 'No space left on device'), False)],
+    ids=['kill', 'interrupt before', 'interrupt after', 'error'])
+def test_an_end_at_any_moment_loses_neither_dataset(tmp_path, change, error, after):
+    """The next preparation finishes the new one if it was complete. Ctrl-C leaves a whole one."""
+    states = set()
     for number in range(1, moments_of(tmp_path, change) + 1):
         folder, old, new = old_and_new(tmp_path, change)
-        child = os.fork()
-        if not child:
-            Moments(pytest.MonkeyPatch(), number, lambda: os._exit(9))
-            write(folder, [[2] * 11], *change[1], val=[2])
-            os._exit(0)
-        os.waitpid(child, 0)
-        found.append(one_of_two(folder, old, new))
-        kept = found[-1] == 'old' and not (folder / '.ready.tmp').exists()
-        assert after_the_next_preparation(folder) == (old if kept else new), number
-    assert set(found) == {'old', 'new', 'incomplete'}
-
-
-@pytest.mark.parametrize('number', range(1, 14, 2))
-def test_an_error_at_any_moment_is_one_line_and_the_next_run_mends_it(tmp_path, number):
-    folder, old, new = old_and_new(tmp_path, CHANGES[3])
-    with pytest.MonkeyPatch.context() as patch:
-        Moments(patch, number, fail(OSError(28, 'No space left on device')))
-        with contextlib.suppress(UserError):
-            write(folder, [[2] * 11], 0, META, val=[2])
-    kept = one_of_two(folder, old, new) == 'old' and not (folder / '.ready.tmp').exists()
-    assert after_the_next_preparation(folder) == (old if kept else new)
-    write(folder, [[2] * 11], 0, META, val=[2])
-    assert contents(folder) == new
+        child = os.fork() if error is None else 0
+        if child:
+            os.waitpid(child, 0)
+        else:
+            with pytest.MonkeyPatch.context() as patch:
+                Moments(patch, number, error, after)
+                with contextlib.suppress(KeyboardInterrupt, UserError):
+                    write(folder, [[2] * 11], *change[1], val=[2])
+            if error is None:
+                os._exit(0)
+        state = one_of_two(folder, old, new)
+        if isinstance(error, KeyboardInterrupt):
+            assert state != 'incomplete' and '.new.tmp' not in names(folder), number
+        complete, files = after_the_next_preparation(folder)
+        assert files == (new if complete or state == 'new' else old), number
+        states.add(state)
+    assert {'old', 'new'} <= states and (error or 'incomplete' in states)
 
 
 def test_a_full_disk_is_one_line_and_the_older_dataset_stays(tmp_path):
