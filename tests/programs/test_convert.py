@@ -43,15 +43,12 @@ def test_what_a_config_asks_for_in_vain_is_named(trained, tmp_path, capsys):
     assert (args['n_kv_head'], args['dropout']) == (1, 0.25)
 
 
-def test_a_checkpoint_that_is_there_stays(trained, tmp_path):
+def test_refusals_change_no_file(trained, tmp_path):
     torch.save({}, tmp_path / 'ckpt.pt')
     before = (tmp_path / 'ckpt.pt').read_bytes()
-    with pytest.raises(UserError, match='is there already'):
-        convert.main([str(trained['vanilla']), str(tmp_path), '--n_kv_head=1'])
+    for folder, flag, message in ((tmp_path, '--window_size=0', 'is there already'), (
+            tmp_path / 'new', '--n_layer=5', 'n_layer=5, but the weights have n_layer=2')):
+        with pytest.raises(UserError, match=message):
+            convert.main([str(trained['vanilla']), str(folder), '--n_kv_head=1', flag])
     assert (tmp_path / 'ckpt.pt').read_bytes() == before
-
-
-def test_a_typed_setting_that_a_conversion_cannot_change_is_refused(trained, tmp_path):
-    with pytest.raises(UserError, match='n_layer=5, but the weights have n_layer=2'):
-        convert.main([str(trained['vanilla']), str(tmp_path / 'new'), '--n_kv_head=1',
-                      '--n_layer=5'])
+    assert not (tmp_path / 'new').exists()

@@ -15,12 +15,11 @@ from training.checkpoint import load_checkpoint
 
 FSDP = dict(parallel='fsdp')
 STACK = dict(SHORT_STACK, bias=True)
+NEAR = dict(atol=1e-5, rtol=0)
 
 
-def assert_same_weights(a, b):
-    one, two = (load_checkpoint(folder / 'ckpt.pt')['model'] for folder in (a, b))
-    assert one.keys() == two.keys()
-    assert max((one[name] - x).abs().max().item() for name, x in two.items()) <= 1e-5
+def weights_of(folder):
+    return load_checkpoint(folder / 'ckpt.pt')['model']
 
 
 @pytest.fixture(scope='module')
@@ -36,7 +35,7 @@ def test_two_processes_have_the_losses_of_one(tmp_path, sharded):
     folder, printed = sharded
     one, two = metrics(tmp_path), metrics(folder)
     assert_same_losses(one, two)
-    assert_same_weights(tmp_path, folder)
+    torch.testing.assert_close(weights_of(folder), weights_of(tmp_path), **NEAR)
     norms = [row['grad_norm'] for row in one]
     assert norms == pytest.approx([row['grad_norm'] for row in two], rel=1e-4)
     assert printed.count('step 0:') == 1
@@ -46,7 +45,7 @@ def test_two_processes_have_the_losses_of_one(tmp_path, sharded):
 @pytest.mark.parametrize('config, more', [
     (VANILLA, {}), (STACK, dict(chunked_loss=False, grad_clip=0.0)),
     (STACK, dict(optimizer='muon')), (STACK, dict(int8_training=True)),
-    (STACK, dict(int8_forward=True)),
+    (STACK, dict(int8_forward=True)), (STACK, dict(dtype='bfloat16')),
     (FULL_STACK | CHANGES['many'], dict(attention_z_loss=0.1, optimizer='muon')),
     *((STACK, dict(recompute=policy)) for policy in (
         'selective', 'mlp', 'block', 'every:3', 'sqrt', 'offload'))], ids=str)
@@ -54,16 +53,16 @@ def test_four_processes_have_the_losses_of_one(tmp_path, data_root, config, more
     run_train(tmp_path / 'one', config, **SIX_STEPS, **more)
     run(data_root, 4, tmp_path / 'four', config, **SIX_STEPS, **FSDP, **more)
     one, four = (metrics(tmp_path / name) for name in ('one', 'four'))
-    # these round, so a small difference can grow
-    if more.keys() & {'optimizer', 'int8_training', 'int8_forward'}:
-        gaps = [abs(a['loss'] - b['loss']) for a, b in zip(one, four)]
-        assert len(one) == len(four) == 6 and max(gaps) <= 1e-3
+    if more.keys() & {'optimizer', 'int8_training', 'int8_forward', 'dtype'}:
+        # these round, so a small difference can grow
+        expected = [pytest.approx(row['loss'], abs=1e-3) for row in one]
+        assert [row['loss'] for row in four] == expected and len(one) == 6
     else:
         assert_same_losses(one, four)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('counts', [(2, 1), (2, 4, 1), (1, 4, 2)])
+@pytest.mark.parametrize('counts', [(2, 4, 1), (1, 4, 2)])
 def test_a_run_goes_on_with_another_number_of_processes(tmp_path, data_root, counts):
     """Shards of two processes are read by four and by one; a full checkpoint by several."""
     run_train(tmp_path / 'whole', STACK, **SIX_STEPS)
@@ -78,7 +77,7 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path, data_root, cou
         assert {path.name for path in parts.glob('shards_*')} == {
             each['folder'] for each in used if each}
     assert_same_losses(metrics(tmp_path / 'whole'), metrics(parts))
-    assert_same_weights(tmp_path / 'whole', parts)
+    torch.testing.assert_close(weights_of(parts), weights_of(tmp_path / 'whole'), **NEAR)
 
 
 @pytest.fixture
@@ -92,11 +91,8 @@ def test_shards_become_one_file_and_back(out, tmp_path, capsys):
     shards.main([str(whole_path), str(again_path), '--to=shards'])
     whole, read = load(whole_path), load_checkpoint(again_path)
     assert 'shards' not in whole and 'shards' in load(again_path)
-    assert whole['model'].keys() == read['model'].keys()
-    assert all(torch.equal(x, read['model'][name]) for name, x in whole['model'].items())
-    for i, state in whole['optimizer']['state'].items():
-        assert all(torch.equal(x, read['optimizer']['state'][i][name]) for name, x in state.items())
-    assert whole['optimizer']['param_groups'] == read['optimizer']['param_groups']
+    for part in ('model', 'optimizer'):
+        torch.testing.assert_close(whole[part], read[part], rtol=0, atol=0)
     assert 'KV cache' in run_sample(capsys, out_dir=out)
     with pytest.raises(UserError, match='is there already'):
         shards.main([str(out / 'ckpt.pt'), str(whole_path)])
@@ -132,15 +128,6 @@ def test_shards_that_a_copy_names_stay(out, tmp_path):
     shutil.copytree(folder, out / f'shards_{run}_0000001_00000000')
     checkpoint.delete_unused_shards(out, run)
     assert [path.name for path in out.glob('shards_*')] == [folder.name]
-
-
-@pytest.mark.slow
-def test_in_bfloat16_it_has_the_losses_of_ddp(tmp_path, data_root):
-    settings = SIX_STEPS | dict(dtype='bfloat16')
-    for name, more in (('ddp', {}), ('fsdp', FSDP)):
-        run(data_root, 2, tmp_path / name, STACK, **settings, **more)
-    ddp, fsdp = ([row['loss'] for row in metrics(tmp_path / name)] for name in ('ddp', 'fsdp'))
-    assert ddp == pytest.approx(fsdp, abs=3e-3) and len(ddp) == 6
 
 
 @pytest.mark.parametrize('error', [ZeroDivisionError(), CheckpointException('full', {})])

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import bench
-import sample
 from attention.backends import triton_enabled
 from config.gpt_config import GPTConfig
 from engine.steps.captured import CapturedDecode, captured_decode
@@ -20,13 +19,12 @@ from generate import Generation, Sampler
 from lab.benchmarks import bandwidth, kernels
 from model import GPT
 from tests.helpers.models import FULL_STACK as MODEL
-from tests.helpers.models import VOCAB, random_model, tokens
+from tests.helpers.models import VOCAB, random_model
 from tests.programs.support import FULL_STACK, HARD, ROOT, VANILLA, flags, losses, run_train
 from training import host_optimizer
 
 pytestmark = pytest.mark.gpu
 GPU = dict(device='cuda', dtype='float32', tf32=False)
-HALVES = pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
 # head sizes that FlexAttention accepts
 BIG = dict(n_head=4, n_embd=128, head_dim=32, block_size=64, n_kv_head=1)
 
@@ -86,6 +84,12 @@ def test_resuming_is_exact(tmp_path):
     assert_near(parts, whole)
 
 
+def test_a_run_of_the_cpu_goes_on_here(tmp_path):
+    run_train(tmp_path, FULL_STACK, max_iters=10)
+    rows = run_train(tmp_path, FULL_STACK | GPU, init_from='resume').rows
+    assert rows[-1]['iter'] == 20 and rows[-1]['loss'] < rows[0]['loss']
+
+
 def test_an_optimizer_on_the_host(tmp_path, monkeypatch):
     """The losses equal those with one on the device; each can resume from the other."""
     monkeypatch.setattr(host_optimizer.HostAdamW.__init__, '__defaults__', ((0.9, 0.95), 2 ** 20))
@@ -94,11 +98,9 @@ def test_an_optimizer_on_the_host(tmp_path, monkeypatch):
     other = run_train(tmp_path / 'other', config, offload_optimizer=True)
     assert_near(other, plain)
     for out, offload in (('plain', True), ('other', False)):
-        more = run_train(tmp_path / out, config, max_iters=15, init_from='resume',
-                         offload_optimizer=offload)
-        assert more.rows[-1]['iter'] == 15 and math.isfinite(more.rows[-1]['loss'])
-    last = losses(tmp_path / 'other')[-1][1]
-    assert losses(tmp_path / 'plain')[-1][1] == pytest.approx(last, abs=1e-3)
+        run_train(tmp_path / out, config, max_iters=15, init_from='resume',
+                  offload_optimizer=offload)
+    assert losses(tmp_path / 'plain')[-1] == pytest.approx(losses(tmp_path / 'other')[-1], abs=1e-3)
 
 
 @pytest.mark.parametrize('compiled', [False, True], ids=['eager', 'compiled'])
@@ -106,16 +108,10 @@ def test_int8_training(tmp_path, compiled):
     pytest.importorskip('torchao')
     config = FULL_STACK | BIG | dict(device='cuda', dtype='bfloat16', compile=compiled,
                                      max_iters=40, lr_decay_iters=40)
-    plain = run_train(tmp_path / 'plain', config).rows
-    rows = run_train(tmp_path / 'int8', config, int8_training=True).rows
-    assert_learns(rows)
-    assert rows[-1]['loss'] == pytest.approx(plain[-1]['loss'], abs=0.15)
-
-
-def test_a_run_of_the_cpu_goes_on_here(tmp_path):
-    run_train(tmp_path, FULL_STACK, max_iters=10)
-    rows = run_train(tmp_path, FULL_STACK | GPU, init_from='resume').rows
-    assert rows[-1]['iter'] == 20 and rows[-1]['loss'] < rows[0]['loss']
+    plain = run_train(tmp_path / 'plain', config)
+    run = run_train(tmp_path / 'int8', config, int8_training=True)
+    assert_learns(run.rows)
+    assert_near(run, plain, atol=0.15)
 
 
 def test_one_process_under_torchrun(tmp_path, data_root):
@@ -185,72 +181,30 @@ def test_the_engine_gives_the_texts_of_the_cpu(kv_dtype, asynchronous, temperatu
     assert sum(a == b for a, b in zip(*texts)) >= 7  # see above
 
 
-@HALVES
-def test_half_precision_through_the_cache(dtype):
-    """Cached logits against the full forward pass, both in half precision."""
-    model = random_model(GPTConfig(**MODEL | dict(head_dim=16)), getattr(torch, dtype)).cuda()
-    idx = tokens(2, 40).cuda()
-    with torch.inference_mode():
-        full = model(idx, all_logits=True)[0].float()
-        cache = model.new_cache(2, 40)
-        pieces = [model(piece, cache=cache, all_logits=True)[0]
-                  for piece in idx.split([7, 1, 1, 20, 1, 10], dim=1)]
-    off = (torch.cat(pieces, dim=1).float() - full).abs()
-    assert off.mean() < 0.05 * full.std() and (off.max() < full.abs().max())
-
-
-def test_sample(tmp_path, capsys):
-    run_train(tmp_path, FULL_STACK | BIG, max_iters=5)
-    capsys.readouterr()
-    settings = dict(out_dir=tmp_path, device='cuda', max_new_tokens=40)
-    sample.main(flags(settings | dict(num_samples=2, json=True)))
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])['tokens'] == 80
-    prompts = tmp_path / 'prompts.txt'
-    prompts.write_text('abc\nde\n')
-    sample.main(flags(settings | dict(prompts=prompts, report=False)))
-    assert len(capsys.readouterr().out.splitlines()) == 2
-
-
 # -- benchmarks ------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize('settings', [
-    dict(mode='decode', against='vanilla', contexts='30', batch_sizes='1,3', steps=4),
-    dict(mode='decode', contexts='30', steps=4, compile=True),
-    dict(mode='decode', contexts='30', steps=4, kv_dtype='int8'),
-    dict(mode='prefill', contexts='30'),
-    dict(mode='serve', contexts='8', batch_sizes='2', requests=4, output_lengths='2,8'),
-    dict(mode='lengths', contexts='32'),
-    dict(mode='recompute', contexts='32', policies='none,block,offload'),
-    dict(mode='train', real_data=False, compile=True),
-    dict(mode='train', real_data=False, compile=False, profile=True, device='cuda:0'),
-    dict(mode='kernels', contexts='64', batch_sizes='2', window_size=16, tune=True),
-], ids=lambda s: s['mode'])
+    dict(mode='decode', against='vanilla', batch_sizes='1,3', steps=4, compile=True),
+    dict(mode='decode', steps=4, kv_dtype='int8'),
+    dict(mode='prefill'),
+    dict(mode='serve', batch_sizes='2', requests=4, output_lengths='2,8'),
+    dict(mode='lengths'),
+    dict(mode='recompute', policies='none,block,offload'),
+    dict(mode='train', real_data=False, profile=True, device='cuda:0'),
+    dict(mode='kernels', contexts='64', batch_sizes='2', tune=True)], ids=lambda s: s['mode'])
 def test_bench(capsys, monkeypatch, settings, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bandwidth, 'BUFFER_BYTES', 2 ** 24)
     monkeypatch.setattr(kernels, 'TUNINGS', kernels.TUNINGS[:3])
-    base = FULL_STACK | BIG | dict(window_size=16)
-    shape = {name: base[name] for name in (
-        'n_layer', 'n_head', 'n_embd', 'head_dim', 'block_size', 'n_kv_head', 'window_size',
-        'layer_pattern', 'kv_share', 'share_global_kv', 'pos_embedding', 'qk_norm')}
-    bench.main(flags(shape | dict(device='cuda', dtype='bfloat16', json=True) | settings))
+    stack = FULL_STACK | BIG | dict(window_size=16)
+    shape = {name: value for name, value in stack.items() if hasattr(GPTConfig, name)}
+    more = {} if settings['mode'] == 'train' else dict(contexts='30')
+    bench.main(flags(shape | more | dict(device='cuda', dtype='bfloat16', json=True) | settings))
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert document['device'] == torch.cuda.get_device_name() or 'trace' in document
-    if settings['mode'] == 'recompute':
-        peaks = {name: side['memory']['allocated_peak']
-                 for name, side in document['cells'][0]['sides'].items()}
-        assert peaks['block'] <= peaks['none'] and all(peaks.values())
     if settings['mode'] == 'kernels':
         sides = document['decode'][0]['sides']
         for name, side in sides.items():
             assert 'failed' in side or side['error'] < 5e-2, name
         assert 'failed' not in sides['kernel, int8']
-
-
-def test_a_ladder(tmp_path):
-    command = [sys.executable, 'ablate.py', 'config/ablate_smoke.py', f'--folder={tmp_path}',
-               '--device=cuda', '--json=True', '--pictures=False']
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout.splitlines()[-1])['rows']
-    assert all(row['seeds'] == [1, 2] and not row['failed'] for row in rows)

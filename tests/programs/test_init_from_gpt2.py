@@ -3,7 +3,6 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from config.errors import UserError
 from data.tokenfiles import open_tokens
 from tests.programs.support import ALPHABET, VANILLA, load, run_sample, run_train
 
@@ -48,8 +47,7 @@ def test_finetuning_starts_at_their_loss_and_goes_down(tmp_path, hub_model, data
 
 @pytest.mark.parametrize('settings', [
     dict(gelu='exact'),  # a checkpoint for nanoGPT
-    dict(gelu='tanh', block_size=8, dropout=0.1),
-    dict(gelu='tanh', block_size=32, pos_embedding='rope')], ids=str)
+    dict(gelu='tanh', block_size=8, dropout=0.1)], ids=str)
 def test_settings_change_the_model(tmp_path, hub_model, settings):
     run = run_train(tmp_path, GIVEN, init_from=hub_model[0], max_iters=2, eval_interval=2,
                     **settings)
@@ -58,8 +56,7 @@ def test_settings_change_the_model(tmp_path, hub_model, settings):
     if settings['gelu'] == 'exact':
         del expected['gelu']
     assert args_of(run) == expected
-    positions = load(run.path)['model'].get('transformer.wpe.weight')
-    assert positions is None or len(positions) == expected['block_size']
+    assert len(load(run.path)['model']['transformer.wpe.weight']) == expected['block_size']
     resumed = run_train(tmp_path, GIVEN, init_from='resume', max_iters=4, eval_interval=2,
                         block_size=expected['block_size'])
     assert [row['iter'] for row in resumed.rows] == list(range(5))
@@ -72,12 +69,3 @@ def test_sampling(hub_model, capsys):
     ids = theirs.generate(torch.tensor([[ALPHABET.index(c) for c in 'ab']]), max_new_tokens=8,
                           do_sample=False, eos_token_id=None, pad_token_id=0)[0].tolist()
     assert ''.join(ALPHABET[i] for i in ids) + '\n---------------\n' in out
-
-
-@pytest.mark.parametrize('settings, named', [
-    (dict(n_kv_head=1), 'n_kv_head=1'), (dict(init_from='data'), 'config.json')])
-def test_what_the_weights_cannot_follow_and_a_folder_without_any(tmp_path, hub_model, settings,
-                                                                 named):
-    with pytest.raises(UserError, match=named):
-        run_train(tmp_path / 'out', GIVEN, **dict(init_from=hub_model[0]) | settings)
-    assert not (tmp_path / 'out').exists()

@@ -121,28 +121,22 @@ def test_thin_logs_and_the_end_of_a_run_report_all_skipped(tmp_path, capsys, poi
         == lines[:2 + stopped] + ['SIGINT: saved'] * stopped + lines[2 + stopped:]
 
 
-@pytest.mark.parametrize('act, what', [
-    (lambda run: bad_gradient(run, math.inf), r'gradient norm is inf \(loss \d\.\d{4}\)'),
-    (lambda run: bad_loss(run, math.nan), 'loss is nan')])
-def test_so_many_in_a_row_end_the_run_with_what_to_do(tmp_path, poisoned, act, what):
-    seen = poisoned({it: act for it in (2, 3, 5, 12, 13, 14)})
-    with pytest.raises(UserError) as caught:
-        run_train(tmp_path, max_skipped=3)
-    message = str(caught.value)
-    assert re.fullmatch(
-        rf'iteration 14: the {what}, and 3 iterations in a row were skipped.*'
-        r'learning rate 0\.00\d+, last finite loss \d\.\d{4}\..*'
-        rf'{re.escape(str(tmp_path))}.*ckpt.pt has the.*'
-        'lower learning_rate.*grad_clip below 1, dtype=bfloat16.*', message), message
-    assert load(tmp_path / 'ckpt.pt')['iter_num'] == 10
-    assert_unharmed(seen[12][0], seen[14][1])
-
-
-def test_a_run_that_is_broken_from_the_start_says_so(tmp_path, poisoned):
-    poisoned({it: lambda run: bad_loss(run, math.nan) for it in range(9)})
-    with pytest.raises(UserError, match='iteration 1: the loss is nan.*no loss was finite yet.*'
-                                        r'nothing has been saved.*grad_clip=1 \(it is off\)'):
-        run_train(tmp_path, max_skipped=2, grad_clip=0.0)
+@pytest.mark.parametrize('act, settings, steps, words', [
+    (lambda run: bad_gradient(run, math.inf), {}, (2, 3, 5, 12, 13, 14), (
+        r'iteration 14: the gradient norm is inf \(loss \d\.\d{4}\), and 3 iterations in a row',
+        r'learning rate 0\.00\d+, last finite loss \d\.\d{4}\.', 'ckpt.pt has the',
+        'lower learning_rate.*grad_clip below 1, dtype=bfloat16')),
+    (lambda run: bad_loss(run, math.nan), dict(grad_clip=0.0), (0, 1, 2), (
+        'iteration 2: the loss is nan', 'no loss was finite yet', 'nothing has been saved',
+        r'grad_clip=1 \(it is off\)'))], ids=['later', 'from the start'])
+def test_so_many_in_a_row_end_the_run_with_what_to_do(
+        tmp_path, poisoned, act, settings, steps, words):
+    seen = poisoned(dict.fromkeys(steps, act))
+    with pytest.raises(UserError, match='.*'.join(words)):
+        run_train(tmp_path, max_skipped=3, **settings)
+    assert_same_weights(seen[steps[-3]][0][0], seen[steps[-1]][1][0])
+    assert (tmp_path / 'ckpt.pt').exists() == (steps[0] > 0)
+    assert not steps[0] or load(tmp_path / 'ckpt.pt')['iter_num'] == 10
 
 
 def test_halvings_of_the_loss_scale_do_not_end_a_run_but_overflows_at_1_do(tmp_path, poisoned):

@@ -5,7 +5,6 @@ import re
 import pytest
 import torch
 
-import model
 import train
 from config.gpt_config import GPTConfig
 from model import GPT
@@ -51,40 +50,37 @@ def test_log_lines_are_nanogpts(tmp_path, capsys):
     assert [int(i) for i in iters] == list(range(8))  # max_iters + 1 iterations, as in nanoGPT
 
 
-def test_log_lines_end_with_mfu_on_cuda_alone():
-    numbers = -1.0, 12345.6, 4000.4
-    # nanoGPT's value before it is known
-    assert train.pace_words(torch.device('cuda', 1), *numbers) == 'mfu -100.00%'
-    assert train.pace_words(torch.device('cpu'), *numbers) == '12,346 tokens/s, 1:06:40 left'
-    assert train.pace_words(torch.device('cpu'), -1.0, 5.0, 0.0) == '5 tokens/s'
-
-
-def test_the_time_left_does_not_count_a_slow_first_iteration(tmp_path, capsys, monkeypatch):
+def test_log_lines_end_with_mfu_on_cuda_and_pace_elsewhere(tmp_path, capsys, monkeypatch):
+    """The time left does not count a slow first iteration."""
+    assert train.pace_words(torch.device('cuda', 1), -1.0, 12345.6, 4000.4) == 'mfu -100.00%'
     seconds = iter([1000.0] + [1.0] * 50)
     monkeypatch.setattr(train.Pace, 'read', lambda pace: next(seconds))
     run_train(tmp_path, max_iters=5, eval_interval=100)
     lines = re.findall('^iter .*', capsys.readouterr().out, re.M)
-    assert 'left' not in lines[0] and lines[1].endswith('0:00:04 left')
+    assert 'left' not in lines[0] and lines[1].endswith(', 64 tokens/s, 0:00:04 left')
     assert lines[4].endswith('0:00:01 left')
 
 
-def test_log_interval_thins_log_and_metrics_but_not_evaluated_steps(tmp_path, capsys):
-    run = run_train(tmp_path, max_iters=8, eval_interval=5, log_interval=4)
-    assert re.findall(r'^iter (\d+):', capsys.readouterr().out, re.M) == ['0', '4', '8']
-    assert [row['iter'] for row in run.rows] == [0, 4, 5, 8]
-
-
-def test_vocab_defaults_to_gpt2s_without_meta(tmp_path, capsys, own_data_root):
+def test_an_unprepared_data_set_without_meta_and_thin_logs(tmp_path, capsys, own_data_root):
     (own_data_root / 'tiny' / 'meta.pkl').unlink()
-    run = run_train(tmp_path / 'out', max_iters=1, eval_interval=1, n_layer=1, n_embd=2)
+    make_fresh(own_data_root)
+    run = run_train(tmp_path / 'out', dataset='fresh', n_layer=1, n_embd=2, max_iters=8,
+                    eval_interval=5, log_interval=4, tf32=False)
+    out = capsys.readouterr().out
+    assert 'preparing dataset fresh' in out
     wanted = 'defaulting to vocab_size of GPT-2 to 50304 (50257 rounded up for efficiency)'
-    assert wanted in capsys.readouterr().out
-    assert load(run.path)['model_args']['vocab_size'] == 50304
+    assert wanted in out and load(run.path)['model_args']['vocab_size'] == 50304
+    assert re.findall(r'^iter (\d+):', out, re.M) == ['0', '4', '8']
+    assert [row['iter'] for row in run.rows] == [0, 4, 5, 8]  # evaluated steps always have a row
+    assert torch.get_float32_matmul_precision() == 'highest'
 
 
 def test_metrics_have_every_step_with_full_precision_and_the_evaluations(tmp_path, capsys):
-    run = run_train(tmp_path)
+    run = run_train(tmp_path, lr_decay_iters=4)
     assert [row['iter'] for row in run.rows] == list(range(21))
+    half = 1e-3 + 0.5 * (1e-2 - 1e-3)
+    expected = [1e-2 / 3, 2e-2 / 3, 1e-2, half, *[1e-3] * 17]  # that were used
+    assert [row['lr'] for row in run.rows] == pytest.approx(expected, rel=1e-12)
     for row in run.rows:
         evaluated = {'train_loss', 'val_loss'} if row['iter'] % 10 == 0 else set()
         assert row.keys() == ROW | evaluated
@@ -105,19 +101,6 @@ def test_mfu_is_of_the_devices_peak_where_that_is_known(tmp_path, monkeypatch):
         tflops = row['model_tflops_per_second']
         assert tflops == pytest.approx(flops * row['tokens_per_second'] / 1e12)
         assert row['mfu'] == pytest.approx(tflops / 0.5)
-
-
-def test_tf32_is_a_key(tmp_path):
-    for tf32, precision in ((True, 'high'), (False, 'highest')):
-        run_train(tmp_path / precision, max_iters=0, tf32=tf32)
-        assert torch.get_float32_matmul_precision() == precision
-
-
-def test_metrics_say_the_learning_rate_that_was_used(tmp_path):
-    rows = run_train(tmp_path, max_iters=6, warmup_iters=2, lr_decay_iters=4).rows
-    half = 1e-3 + 0.5 * (1e-2 - 1e-3)
-    expected = [1e-2 / 3, 2e-2 / 3, 1e-2, half, 1e-3, 1e-3, 1e-3]
-    assert [row['lr'] for row in rows] == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize('config, wanted', [
@@ -168,19 +151,3 @@ def test_gradients_are_clipped_by_their_true_norm_whatever_the_loss_scale(tmp_pa
     for clip in (0.0, 100.0, 1e-8):
         run_train(tmp_path / str(clip), max_iters=5, dtype='float16', grad_clip=clip)
     assert losses(tmp_path / '0.0') == losses(tmp_path / '100.0') != losses(tmp_path / '1e-08')
-
-
-def test_checkpoint_blocks_runs_blocks_twice(tmp_path, monkeypatch):
-    calls, plain = [], model.Block.forward
-    monkeypatch.setattr(model.Block, 'forward', lambda *args: calls.append(1) or plain(*args))
-    for value in (False, True):
-        run_train(tmp_path / str(value), max_iters=6, checkpoint_blocks=value)
-        calls.append(None)
-    once, twice = calls.index(None), len(calls) - 2 - calls.index(None)
-    assert twice - once == 7 * VANILLA['n_layer']
-
-
-def test_dataset_prepares_itself_on_first_use(tmp_path, own_data_root, capsys):
-    make_fresh(own_data_root)
-    rows = run_train(tmp_path / 'out', dataset='fresh', max_iters=0).rows
-    assert 'preparing dataset fresh' in capsys.readouterr().out and len(rows) == 1
