@@ -25,7 +25,7 @@ CORE_TOKENS = 15_500
 BUDGETS = {
     'train.py sample.py chat.py serve.py ablate.py bench.py': 1_030,
     'lab/': 6_600,
-    'serving/': 1_465,
+    'serving/': 1_454,
     'interop/': 1_898,
     'training/': 3_919,
     'engine/': 5_085,
