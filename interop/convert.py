@@ -90,11 +90,17 @@ def convert_checkpoint(source: Path, changes: dict) -> dict:
     converted = {'model': convert_weights(model.state_dict(), old, new)}
     model = GPT(new)
     load_weights(model, converted, source)
-    config = vars(configurator.parse('train', [], echo=False)) | saved.get('config', {})
+    return new_checkpoint(model, new, saved.get('config', {}) | changes,
+                          tokens=saved.get('tokens', ''), meta=saved.get('meta'))
+
+
+def new_checkpoint(model: GPT, config: GPTConfig, settings: dict, **more) -> dict:
+    """Return a checkpoint at iteration 0, without optimizer state. settings: of train.py, those
+    that are not the default."""
+    defaults = vars(configurator.parse('train', [], echo=False))
     return {'model': model.state_dict(), 'optimizer': {'state': {}, 'param_groups': []},
-            'model_args': model_args(new), 'iter_num': 0, 'best_val_loss': torch.tensor(1e9),
-            'holds_best': False, 'config': config | changes, 'tokens': saved.get('tokens', ''),
-            'meta': saved.get('meta')}
+            'model_args': model_args(config), 'iter_num': 0, 'best_val_loss': torch.tensor(1e9),
+            'holds_best': False, 'config': defaults | settings, **more}
 
 
 def main(argv=None):
@@ -116,9 +122,6 @@ def main(argv=None):
     checkpoint = convert_checkpoint(source, changes)
     CheckpointManager(target.parent).save(checkpoint)
     keep_trained(s, config_of(checkpoint, target))
-    training = configurator.parse('train', argv[2:], echo=False).given
-    if unused := sorted(training.keys() - {key.name for key in MODEL}):
-        print('not used by a conversion, but in training:', ', '.join(unused))
     print(f'{target}: ' + ', '.join(f'{name} = {value!r}' for name, value in changes.items()))
 
 

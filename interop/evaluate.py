@@ -24,7 +24,6 @@ from torch.nn import functional as F
 
 import configurator
 from config.errors import UserError, at_least
-from data.tokenizer import CharTokenizer
 from training.evaluate import bits_per_byte, forward, through_cache
 from interop.load import load
 
@@ -57,22 +56,12 @@ def total_nats(logits_of, ids: torch.Tensor, context: int, stride: int, batch_si
     return total
 
 
-def check_alphabet(name: str, text: str, alphabet) -> None:
-    """Raise UserError with the place if the file `name` has characters not in the alphabet."""
-    lacking = [i for i, c in enumerate(text) if c not in alphabet]
-    if lacking:
-        i, different = lacking[0], {text[i] for i in lacking}
-        line, column = text.count('\n', 0, i) + 1, i - text.rfind('\n', 0, i)
-        raise UserError(f"text={name!r}, line {line}, column {column}: {text[i]!r} is not in the "
-                        f"model's alphabet; different characters that it lacks: "
-                        f'{len(different):,}, occurrences: {len(lacking):,}')
-
-
 def encode(name: str, text: str, tokenizer) -> tuple[list[int], int]:
     """Return the token ids and the number of bytes of the text that are predicted."""
-    if isinstance(tokenizer, CharTokenizer):
-        check_alphabet(name, text, tokenizer.stoi)
-    ids, n_bytes = tokenizer.encode(text, special=False), len(text.encode())
+    try:
+        ids, n_bytes = tokenizer.encode(text, special=False), len(text.encode())
+    except UserError as e:
+        raise UserError(f'text={name!r}: {e}') from e
     if tokenizer.end_of_text is not None:
         ids = [tokenizer.end_of_text, *ids]
     elif ids:

@@ -11,7 +11,6 @@ such files.
 """
 from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
 import argparse
-import json
 import shutil
 import sys
 import tempfile
@@ -23,8 +22,7 @@ from config.errors import UserError
 from config.gpt_config import NANOGPT_FIELDS, GPTConfig, model_args
 from configurator import run_program
 from data.datasets import DATA_ROOT
-from interop.fields import derived_keys
-from interop.huggingface import GELUS, TRANSPOSED
+from interop.huggingface import GELUS, TRANSPOSED, derived_keys
 from interop.load import tokenizer_of
 from interop.tokenizer_files import save_tokenizer
 from kv.plan import plan_kv
@@ -41,9 +39,6 @@ GPT2_FIELDS = {*NANOGPT_FIELDS, 'n_kv_head', 'head_dim', 'layer_pattern', 'windo
 AUTO_MAP = {'AutoConfig': 'configuration_nanokv.NanoKVConfig',
             'AutoModel': 'modeling_nanokv.NanoKVForCausalLM',
             'AutoModelForCausalLM': 'modeling_nanokv.NanoKVForCausalLM'}
-# what the code of this folder or the vLLM plugin adds to the engines, beyond windows and sharing
-MECHANISMS = ('attn_sink', 'rope_fraction_global', 'key_offset', 'kv_tied', 'kv_latent',
-              'act_clamp')
 
 
 def is_gpt2(config: GPTConfig) -> bool:
@@ -137,25 +132,6 @@ def export(source: Path, target: Path, dtype: str = 'float32', max_shard_size: s
         raise UserError(f'{target} cannot be written: {e.strerror or e}') from e
 
 
-def note(config: GPTConfig) -> str:
-    """Where a model with mechanisms that no stock engine has can run; '' without any."""
-    used = {name: value for name in MECHANISMS
-            if (value := getattr(config, name)) != getattr(GPTConfig, name)}
-    if config.gelu == 'relu2':
-        used['gelu'] = 'relu2'
-    if not used:
-        return ''
-    names = ', '.join(f'{name}={value!r}' for name, value in used.items())
-    where, vllm = 'transformers needs trust_remote_code=True', 'needs the plugin'
-    if config.attn_sink or config.key_offset:
-        where += " and attn_implementation='sdpa' or 'eager'"
-    if config.kv_tied or config.kv_latent:
-        vllm += ', and stores K and V apart, in twice the memory'
-    if config.key_offset:
-        vllm = 'cannot run it (key_offset)'
-    return f'Note: {names}: {where}; vLLM {vllm}'
-
-
 def main(argv=None):
     parser = argparse.ArgumentParser(prog='python -m interop.export', description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -168,11 +144,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     source = checkpoint_in(args.out_dir, args.resume_from)
     export(source, args.dest, args.dtype, args.max_shard_size, DATA_ROOT)
-    config = json.loads((args.dest / 'config.json').read_text(encoding='utf-8'))
-    if text := note(GPTConfig(**config['nanokv'])):
-        print(text)
-    files = ', '.join(sorted(path.name for path in args.dest.iterdir()))
-    print(f'{args.dest}: {config["architectures"][0]}, {files}')
+    print(f'{args.dest}:', ', '.join(sorted(path.name for path in args.dest.iterdir())))
 
 
 if __name__ == '__main__':

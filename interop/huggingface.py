@@ -12,12 +12,11 @@ import torch
 
 from config import files
 from config.errors import UserError, shown
-from config.gpt_config import NANOGPT_FIELDS, GPTConfig
+from config.gpt_config import GPTConfig
 from config.schema import GPT2_FOLDER, GPT2_TYPES
-from interop.fields import gpt_config
-from kv.plan import plan_kv
+from kv.plan import LOCAL, plan_kv
 from model import GPT
-from training.checkpoint import MASKS
+from training.checkpoint import MASKS, config_of
 from training.load_model import check_layers
 
 TRANSPOSED = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight')
@@ -64,7 +63,6 @@ def from_pretrained(source: str, override_args: dict | None = None) -> GPT:
     print(f'loading weights from pretrained gpt: {source}')
     folder = _download(source) if source in GPT2_TYPES else Path(source)
     raw = read_json(folder / 'config.json')
-    note_defaults(raw, folder / 'config.json')
     config = _read_config(raw, folder / 'config.json')
     print(f'forcing vocab_size={config.vocab_size}, block_size={config.block_size}, '
           f'bias={config.bias}')
@@ -78,17 +76,6 @@ def from_pretrained(source: str, override_args: dict | None = None) -> GPT:
     stored = dataclasses.replace(config, bias=True)  # GPT2LMHeadModel always has biases
     model = _load(stored, tensors, folder, untied, TRANSPOSED)
     return model if config.bias else _without_biases(model, folder)
-
-
-def note_defaults(raw, path) -> None:
-    """Print the settings that a config.json lacks, with the values that are filled in."""
-    nanokv, where = raw.get('nanokv'), ' in nanokv'
-    defaults = {name: getattr(GPTConfig, name) for name in NANOGPT_FIELDS}
-    if not isinstance(nanokv, dict):
-        nanokv, where, defaults = raw, '', SIZES | {'activation_function': 'gelu_new'}
-    if filled := [f'{name}={value!r}' for name, value in defaults.items() if name not in nanokv]:
-        kind = 'defaults' if len(filled) > 1 else 'a default'
-        print(f'{path} does not have {", ".join(filled)}{where}: {kind}')
 
 
 def _check_overrides(overrides):
@@ -113,18 +100,18 @@ def _download(model_type):
     """The folder in the hub's local cache with the files of `model_type`, downloaded if absent."""
     hub = _import('huggingface_hub')
     repo = f'openai-community/{model_type}'
-    for name in ('config.json', 'model.safetensors'):
-        try:
-            try:  # the cache first: offline, asking the hub would cost a minute of retries
-                path = hub.hf_hub_download(repo, name, local_files_only=True)
-            except Exception:
-                path = hub.hf_hub_download(repo, name)
-        except Exception as e:  # network libraries raise nearly anything
-            reason = _reason(e.__cause__ or e)
-            raise UserError(f'{name} of {repo} cannot be downloaded from the Hugging Face hub '
-                            f'({reason}): check the connection; or save the model elsewhere with '
-                            "transformers' save_pretrained, and give that folder instead") from e
-    return Path(path).parent
+    names = ['config.json', 'model.safetensors']
+    try:
+        try:  # the cache first: offline, asking the hub would cost a minute of retries
+            paths = [hub.hf_hub_download(repo, name, local_files_only=True) for name in names]
+        except Exception:
+            paths = [hub.hf_hub_download(repo, name) for name in names]
+    except Exception as e:  # network libraries raise nearly anything
+        raise UserError(f'{repo} cannot be downloaded from the Hugging Face hub '
+                        f'({_reason(e.__cause__ or e)}): check the connection; or save the model '
+                        "elsewhere with transformers' save_pretrained, and give that folder "
+                        'instead') from e
+    return Path(paths[0]).parent
 
 
 def _reason(error):
@@ -147,8 +134,8 @@ def read_json(path):
 
 
 def _open(folder, load_file):
-    """Return name -> (tensor, its path, its name there) of the weights, mapped from their files.
-    Names are without the prefix `transformer.`, which only GPT2LMHeadModel has. Omits masks."""
+    """Return {name: tensor} of the weights, mapped from their files. Names are without the prefix
+    `transformer.`, which only GPT2LMHeadModel has. Omits masks."""
     tensors = {}
     for path in _weight_files(folder):
         if not path.is_file():  # opening a FIFO would wait forever
@@ -161,10 +148,9 @@ def _open(folder, load_file):
         for full_name, x in stored.items():
             name = full_name.removeprefix('transformer.')
             if name in tensors:
-                raise UserError(f'{path} has {full_name} a second time '
-                                f'(it is in {tensors[name][1].name} too)')
+                raise UserError(f'{path} has {full_name} a second time')
             if not MASKS.fullmatch(name):
-                tensors[name] = x, path, full_name
+                tensors[name] = x
     return tensors
 
 
@@ -191,18 +177,38 @@ def _read_config(raw, path):
     """The GPTConfig of the model in the folder, without dropout."""
     if 'nanokv' not in raw:
         return _gpt2_config(raw, path)
-    exported_as_gpt2 = raw.get('model_type') != 'nanokv'
-    try:
-        config = gpt_config(raw['nanokv'], {} if exported_as_gpt2 else raw)
-    except ValueError as e:
-        raise UserError(f'{path.parent}: {e}') from e
+    if not isinstance(raw['nanokv'], dict):
+        raise UserError(f'{path}: nanokv={shown(raw["nanokv"])} is not an object')
+    config = config_of({'model_args': raw['nanokv']}, path)
     config = dataclasses.replace(config, dropout=0.0)
-    if exported_as_gpt2:
+    if raw.get('model_type') != 'nanokv':  # exported as GPT-2
         gpt2 = _gpt2_config(raw, path)
         config = dataclasses.replace(config, vocab_size=gpt2.vocab_size)  # may have been resized
         if _architecture(config) != _architecture(gpt2):
             raise UserError(f'{path}: its nanokv fields contradict the others')
+        return config
+    for name, value in derived_keys(config).items():
+        if raw.get(name, value) != value:
+            raise UserError(f'{path}: {name}={shown(raw[name])}, but by nanokv it is '
+                            f'{shown(value)}')
     return config
+
+
+def derived_keys(config: GPTConfig) -> dict:
+    """The keys of an exported model's config.json that follow from `nanokv`, under transformers'
+    names. `kv_owners`: the layer whose K and V each layer reads."""
+    plan = plan_kv(config)
+    local = [layer.kind == LOCAL for layer in plan.layers]
+    return {
+        'vocab_size': config.vocab_size, 'hidden_size': config.n_embd,
+        'num_hidden_layers': config.n_layer, 'num_attention_heads': config.n_head,
+        'num_key_value_heads': plan.n_kv_head, 'head_dim': plan.head_dim,
+        'intermediate_size': config.resolved_mlp_hidden,
+        'layer_types': ['sliding_attention' if x else 'full_attention' for x in local],
+        'sliding_window': config.window_size if any(local) else None,
+        'kv_sharing_modes': ['store' if layer.owns else 'reuse' for layer in plan.layers],
+        'kv_owners': [plan.slots[layer.slot].owner for layer in plan.layers],
+        'max_position_embeddings': config.block_size, 'tie_word_embeddings': True}
 
 
 def _architecture(config) -> tuple:
@@ -247,11 +253,11 @@ def _load(config, tensors, folder, untied, transposed):
     model.transformer.wte.weight = model.lm_head.weight  # to_empty unties the two
     with torch.no_grad():
         for name, p in model.named_parameters():
-            x, *_ = tensors[name.removeprefix('transformer.')]
+            x = tensors[name.removeprefix('transformer.')]
             p.copy_(x.t() if name.endswith(transposed) else x)
     head = tensors.get('lm_head.weight')
-    if head and not torch.equal(head[0].float(), model.lm_head.weight):
-        raise UserError(f'{head[1]}: lm_head.weight differs from wte.weight; this model has one '
+    if head is not None and not torch.equal(head.float(), model.lm_head.weight):
+        raise UserError(f'{folder}: lm_head.weight differs from wte.weight; this model has one '
                         'matrix for both (tie_word_embeddings)')
     return model
 
@@ -280,12 +286,12 @@ def _check_tensors(wanted, tensors, folder, untied, transposed):
         if names:
             raise UserError(f'the weights in {folder} {problem} {sorted(names)[0]} ({len(names)} '
                             'such in all): they are not those of the model in its config.json')
-    for name, (x, path, full_name) in tensors.items():
+    for name, x in tensors.items():
         shape = tuple(x.shape)
         expected = tuple(wanted['wte.weight' if name in head else name].shape)
         expected = expected[::-1] if name.endswith(transposed) else expected
         if shape != expected:
-            raise UserError(f'{path}: {full_name} is {shape}, config.json says {expected}')
+            raise UserError(f'{folder}: {name} is {shape}, config.json says {expected}')
         if x.dtype not in DTYPES:
-            raise UserError(f'{path}: {full_name} is stored as {x.dtype}: '
+            raise UserError(f'{folder}: {name} is stored as {x.dtype}: '
                             f'allowed are {", ".join(map(str, DTYPES))}')

@@ -12,11 +12,9 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-import torch
-
 import configurator
 from config.errors import UserError
-from config.gpt_config import model_args
+from interop.convert import new_checkpoint
 from interop.huggingface import from_pretrained, noted_source, read_json
 from training.checkpoint_manager import CheckpointManager
 
@@ -27,11 +25,7 @@ def checkpoint_of(folder: Path) -> dict:
     dataset, tokens = noted_source(str(folder))
     fields = read_json(folder / 'config.json').get('nanokv', {})
     config = dataclasses.replace(model.config, dropout=fields.get('dropout', 0.0))
-    settings = vars(configurator.parse('train', [], echo=False))
-    return {'model': model.state_dict(), 'optimizer': {'state': {}, 'param_groups': []},
-            'model_args': model_args(config), 'iter_num': 0, 'best_val_loss': torch.tensor(1e9),
-            'holds_best': False, 'tokens': tokens,
-            'config': settings | {'dataset': dataset, 'init_from': 'resume'}}
+    return new_checkpoint(model, config, {'dataset': dataset, 'init_from': 'resume'}, tokens=tokens)
 
 
 def main(argv=None):

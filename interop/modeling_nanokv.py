@@ -260,20 +260,14 @@ class NanoKVForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _init_weights(self, module):
         """nanoGPT's initialization, also for tensors missing from a folder."""
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            std = 0.02
-            if getattr(module, 'is_residual', False):  # scaled down, per the GPT-2 paper
-                std /= math.sqrt(2 * self.config.num_hidden_layers)
-            nn.init.normal_(module.weight, std=std)
-        elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
-            nn.init.ones_(module.weight)
+        super()._init_weights(module)
+        if getattr(module, 'is_residual', False):  # scaled down, per the GPT-2 paper
+            nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * self.config.num_hidden_layers))
         elif isinstance(module, NanoKVAttention):
             if module.sink is not None:
                 nn.init.zeros_(module.sink)
             for up in (module.k_up, module.v_up) if module.latent else ():
                 nn.init.normal_(up, std=0.02)
-        if getattr(module, 'bias', None) is not None:
-            nn.init.zeros_(module.bias)
 
     def get_input_embeddings(self):
         return self.transformer.wte

@@ -67,10 +67,8 @@ def _tokenizer_of(document: dict) -> CharTokenizer | BPETokenizer | None:
 def characters(stoi: dict[str, int]):
     """A tokenizers.Tokenizer with an id per character; any other is an error, as in ours."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    absent = '[UNK]'  # the unknown token must not be in the vocabulary
-    while absent in stoi:
-        absent += '?'
-    tokenizer = Tokenizer(models.WordLevel(stoi, unk_token=absent))
+    # the unknown token must not be in the vocabulary, whose tokens are single characters
+    tokenizer = Tokenizer(models.WordLevel(stoi, unk_token='[UNK]'))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r'[\s\S]'), behavior='isolated')
     tokenizer.decoder = decoders.Fuse()
     return tokenizer

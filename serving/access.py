@@ -83,8 +83,7 @@ class AccessMiddleware:
             digest = hashlib.sha256(key).digest()
             scope['nanokv_client'] = digest.hex()
             scope['nanokv_salt'] = b'' if self.shared_prefix else digest
-            return None
-        if scope['path'] in OPEN:
+        if is_bearer and matches or scope['path'] in OPEN:
             return None
         message = 'a key is needed: Authorization: Bearer KEY'
         if is_bearer and key:

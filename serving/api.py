@@ -108,16 +108,16 @@ def _fields(document, table, unsupported, service) -> dict:
     if not isinstance(document, dict):
         raise _invalid(f'the body is {shown(document)}: must be a JSON object')
     known, given = SAMPLING | table, present(document)
+    fields = {}
     for name, value in given.items():
-        if name in unsupported and not _changes_nothing(name, given, unsupported[name]):
+        if name in known:
+            fields[name] = _checked(name, value, table.get(name))
+        elif name not in unsupported and name not in IGNORED:
+            raise _invalid(unknown('field', name, sorted(known)), name[:60], 'unknown_field')
+        elif name in unsupported and not _changes_nothing(name, given, unsupported[name]):
             allowed = ' or '.join(map(repr, unsupported[name]))
             raise _invalid(f'{name}={shown(value)} is not supported: leave it out, or give '
                            f'{allowed}', name, 'unsupported_value')
-        if name not in known and name not in unsupported and name not in IGNORED:
-            raise _invalid(unknown('field', name, sorted(known)), name[:60], 'unknown_field')
-    fields = {name: value for name, value in given.items() if name in known}
-    for name, value in fields.items():
-        fields[name] = _checked(name, value, table.get(name), name)
     model = fields.get('model', service.model)
     if model != service.model:
         raise ApiError(404, f'there is no model {shown(model)}: this server has '
@@ -134,14 +134,14 @@ def _changes_nothing(name, given, equivalent) -> bool:
     return given[name] in equivalent or also.get(name, False)
 
 
-def _checked(name, value, allowed, param):
+def _checked(name, value, allowed):
     if allowed is bool and not isinstance(value, bool):
-        raise _invalid(f'{name}={shown(value)}: must be true or false', param)
+        raise _invalid(f'{name}={shown(value)}: must be true or false', name)
     if not isinstance(allowed, range):
         return value
     if whole(value) not in allowed:
         raise _invalid(f'{name}={shown(value)}: must be an integer from {allowed[0]} to '
-                       f'{allowed[-1]}', param)
+                       f'{allowed[-1]}', name)
     return whole(value)
 
 
@@ -168,15 +168,16 @@ def _request(fields, service, prompts, logprobs, stops=()) -> GenerationRequest:
 
 
 def _include_usage(options, stream) -> bool:
-    allowed = {'include_usage', 'include_obfuscation', 'continuous_usage_stats'}
-    options = present(options) if isinstance(options, dict) else options
-    if (not isinstance(options, dict) or options.keys() - allowed
-            or options.get('continuous_usage_stats')):
+    flags = present(options) if isinstance(options, dict) else {'': options}
+    # include_obfuscation, which OpenAI's client may send, changes nothing here
+    if (not all(isinstance(flag, bool) for flag in flags.values())
+            or flags.keys() - {'include_usage', 'include_obfuscation', 'continuous_usage_stats'}
+            or flags.get('continuous_usage_stats')):
         raise _invalid(f'stream_options={shown(options)}: must be an object with include_usage',
                        'stream_options')
-    if options and not stream:
+    if flags and not stream:
         raise _invalid('stream_options requires stream=true', 'stream_options')
-    return _checked('include_usage', options.get('include_usage', False), bool, 'stream_options')
+    return flags.get('include_usage', False)
 
 
 def _params(fields, service, logprobs, stops) -> SamplingParams:
@@ -210,9 +211,8 @@ def _prompts(value, service) -> list[list[int]]:
 
 def _prompt(prompt, service) -> list[int]:
     if isinstance(prompt, str):
-        _check_length(prompt, service, 'prompt')
         with _error_for('prompt'):
-            prompt = service.tokenizer.encode(_text(prompt, 'prompt'))
+            prompt = service.tokenizer.encode(_text(prompt, 'prompt', service))
     ids = [whole(i) for i in prompt] if isinstance(prompt, list) else [None]
     if None in ids:
         raise _invalid(f'prompt={shown(prompt)}: must be a text, a list of token ids, or a list of '
@@ -229,12 +229,16 @@ def _check_positions(what, num_tokens, service, param, advice=''):
                        f'{advice}', param, 'context_length_exceeded')
 
 
-def _check_length(text, service, param):
-    """Reject a text that is too long in any encoding, since encoding it would take long."""
+def _text(value, param, service) -> str:
+    """Reject what is not a text, and a text that is too long in any encoding, since encoding it
+    would take long."""
+    if not isinstance(value, str):
+        raise _invalid(f'{param}: {shown(value)} is not a text', param)
     most = service.max_positions * service.tokenizer.longest
-    if len(text) > most:
-        raise _invalid(f'{param} has {len(text):,} characters: {service.max_positions:,} tokens '
+    if len(value) > most:
+        raise _invalid(f'{param} has {len(value):,} characters: {service.max_positions:,} tokens '
                        f'are at most {most:,}', param, 'context_length_exceeded')
+    return value
 
 
 def _conversation(messages, service) -> list[int]:
@@ -273,35 +277,29 @@ def _message(message, param, service) -> tuple[str, str, str]:
         raise _invalid(f'{param}={shown(message)}: must be an object with role and content '
                        '(and name)', param)
     role, end = given.get('role'), service.template.end
-    text = _content(given.get('content', ''), param)
+    text = _text(_content(given.get('content', ''), param, service), param, service)
     if role not in ('system', 'developer', 'user', 'assistant'):
         raise _invalid(f'{param}: role={shown(role)}: allowed are system, developer, user, '
                        'assistant', param)
-    name = given.get('name', service.reply_as if role == 'assistant' else service.user)
-    is_line = isinstance(name, str) and name.isprintable()
-    if 'name' in given and (not is_line or end in service.template.head(name)):
+    name = service.reply_as if role == 'assistant' else service.user
+    name = _text(given.get('name', name), param, service)
+    if 'name' in given and (not name.isprintable() or end in service.template.head(name)):
         raise _invalid(f'{param}: name={shown(name)} cannot be the name of a turn', param)
-    for written in (name, text):
-        _check_length(written, service, param)
     if role == 'assistant':  # the reply may have been cut off inside its end-of-turn text
         cut = next((n for n in range(len(end) - 1, 0, -1) if text.endswith(end[:n])), 0)
         text = text[:len(text) - cut]
     return role, name, text
 
 
-def _content(content, param) -> str:
-    """Parse a text, or a list of parts of type text."""
+def _content(content, param, service):
+    """Join a list of parts of type text."""
     if not isinstance(content, list):
-        return _text(content, param)
-    if not all(isinstance(part, dict) and part.get('type') == 'text' for part in content):
+        return content
+    texts = [present(part).get('text', '') for part in content
+             if isinstance(part, dict) and part.get('type') == 'text']
+    if len(texts) < len(content):
         raise _invalid(f'{param}: content may only have parts of type text', param)
-    return ''.join(_text(present(part).get('text', ''), param) for part in content)
-
-
-def _text(value, param) -> str:
-    if not isinstance(value, str):
-        raise _invalid(f'{param}: {shown(value)} is not a text', param)
-    return value
+    return ''.join(_text(text, param, service) for text in texts)
 
 
 @contextlib.contextmanager

@@ -59,8 +59,6 @@ def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequenc
     """Return the ASGI application. The worker must be running; the application does not stop it.
 
     keys: accepted as `Authorization: Bearer KEY`; empty = no key is needed.
-    hosts: accepted Host headers; empty = any. They protect a server without keys on the user's own
-        machine from DNS rebinding by a page in the user's browser.
     request_log: called on the event loop with one line per finished request; it must not block.
     page: also serve the page, and the routes that it needs beside OpenAI's.
     cors: origin whose pages may use the server from a browser; '*' = all, '' = none.

@@ -23,7 +23,8 @@ class Reply:
         self.completions: list[Completion | None] = [None] * len(request.params)
         self.text_of = functools.cache(lambda token: tokenizer.decode([token]))
         self.bytes_of = functools.cache(tokenizer.token_bytes)
-        self._texts = [_Texts(tokenizer.stream(), self.text_of) for _ in request.params]
+        self._streams = [tokenizer.stream() for _ in request.params]
+        self._offsets = [0] * len(request.params)  # of the next token's text, for log-probabilities
 
     @property
     def complete(self) -> bool:
@@ -41,9 +42,8 @@ class Reply:
 
     def pieces(self, choice, event) -> list[dict]:
         """The new parts, as entries of 'choices'."""
-        reason, logprobs = event.completion and event.completion.finish_reason, None
-        if event.logprob is not None:
-            logprobs = self._texts[choice].logprobs([event.logprob])
+        reason = event.completion and event.completion.finish_reason
+        logprobs = event.logprob and self._logprobs(choice, [event.logprob])
         if not (event.text or reason or logprobs or self.request.token_ids):
             return []
         return [{'index': choice, 'text': event.text, 'logprobs': logprobs,
@@ -64,9 +64,27 @@ class Reply:
         return self._document(self.whole, choices, usage=self.usage())
 
     def choice(self, c: int, completion: Completion) -> dict:
-        logprobs = completion.logprobs and self._texts[c].logprobs(completion.logprobs)
+        logprobs = completion.logprobs and self._logprobs(c, completion.logprobs)
         return {'index': c, 'text': completion.text, 'logprobs': logprobs,
                 'finish_reason': completion.finish_reason}
+
+    def _logprobs(self, choice, entries) -> dict:
+        """Log-probabilities with the tokens' texts and their positions in the response."""
+        offsets = []
+        for entry in entries:
+            offsets.append(self._offsets[choice])
+            self._offsets[choice] += len(self._streams[choice](entry.token))
+        return {'tokens': [self.text_of(entry.token) for entry in entries],
+                'token_logprobs': [max(entry.logprob, LEAST) for entry in entries],
+                'top_logprobs': [self._top(entry) for entry in entries], 'text_offset': offsets}
+
+    def _top(self, entry) -> dict:
+        """The likeliest tokens and the sampled one, best first. Of tokens with the same text
+        (incomplete characters), only the most likely is kept."""
+        texts, sampled = {}, (entry.token, entry.logprob)
+        for token, logprob in sorted([*entry.top, sampled], key=lambda pair: -pair[1]):
+            texts.setdefault(self.text_of(token), max(logprob, LEAST))
+        return texts
 
     def usage(self) -> dict:
         """Token counts. Each prompt is counted once, with its first choice's cached tokens."""
@@ -91,7 +109,7 @@ class ChatReply(Reply):
         self._begun = set()
 
     def pieces(self, choice, event) -> list[dict]:
-        deltas, logprobs = [], event.logprob and self._logprobs([event.logprob])
+        deltas, logprobs = [], event.logprob and self._logprobs(choice, [event.logprob])
         if choice not in self._begun:
             self._begun.add(choice)
             deltas.append(({'role': 'assistant', 'content': ''}, None, None))
@@ -103,12 +121,12 @@ class ChatReply(Reply):
                 for delta, logprobs, reason in deltas]
 
     def choice(self, c, completion) -> dict:
-        logprobs = None if completion.logprobs is None else self._logprobs(completion.logprobs)
+        logprobs = completion.logprobs and self._logprobs(c, completion.logprobs)
         message = {'role': 'assistant', 'content': completion.text, 'refusal': None}
         return {'index': c, 'message': message, 'logprobs': logprobs,
                 'finish_reason': completion.finish_reason}
 
-    def _logprobs(self, entries) -> dict:
+    def _logprobs(self, choice, entries) -> dict:
         content = []
         for entry in entries:
             top = [self._token(*pair) for pair in entry.top]
@@ -119,27 +137,3 @@ class ChatReply(Reply):
         data = self.bytes_of(token)
         return {'token': self.text_of(token), 'logprob': max(logprob, LEAST),
                 'bytes': data and list(data)}
-
-
-class _Texts:
-    """Log-probabilities with the tokens' texts and their positions in the response."""
-
-    def __init__(self, stream, text_of):
-        self.stream, self.text_of, self.offset = stream, text_of, 0
-
-    def logprobs(self, entries) -> dict:
-        offsets = []
-        for entry in entries:
-            offsets.append(self.offset)
-            self.offset += len(self.stream(entry.token))
-        return {'tokens': [self.text_of(entry.token) for entry in entries],
-                'token_logprobs': [max(entry.logprob, LEAST) for entry in entries],
-                'top_logprobs': [self._top(entry) for entry in entries], 'text_offset': offsets}
-
-    def _top(self, entry) -> dict:
-        """The likeliest tokens and the sampled one, best first. Of tokens with the same text
-        (incomplete characters), only the most likely is kept."""
-        texts, sampled = {}, (entry.token, entry.logprob)
-        for token, logprob in sorted([*entry.top, sampled], key=lambda pair: -pair[1]):
-            texts.setdefault(self.text_of(token), max(logprob, LEAST))
-        return texts

@@ -42,16 +42,6 @@ def test_heads_that_were_alike_become_one_without_any_change():
     assert max_gap(full_logits(converted(model, n_kv_head=1), IDX), logits) > 1e-3
 
 
-def test_heads_become_their_mean():
-    model = model_of(MHA)
-    weight = model.transformer.h[1].attn.c_attn.weight.data
-    new = converted(model, n_kv_head=2).transformer.h[1].attn.c_attn.weight.data
-    assert torch.equal(new[:32], weight[:32])
-    assert new.shape == (32 + 2 * 16, 32)
-    assert torch.allclose(new[32:40], (weight[32:40] + weight[40:48]) / 2)
-    assert torch.allclose(new[56:64], (weight[80:88] + weight[88:96]) / 2)
-
-
 def test_layers_that_share_read_the_first_ones_keys_and_values():
     """If the second layer had the same input and the same K/V as the first, nothing changes."""
     model = model_of(MHA)
@@ -74,9 +64,9 @@ TIED = {'kv_tied': 'global', 'layer_pattern': 'LG', 'window_size': 5}
 LATENT = {'kv_latent': 16, 'rope_fraction_global': 0.0, 'layer_pattern': 'LG', 'window_size': 5}
 
 
-@pytest.mark.parametrize('old', [TIED, LATENT, {'key_offset': True}], ids=str)
-def test_heads_of_other_forms_become_their_mean(old):
-    """c_attn has q | k where K = V, and q | latent, which is not pooled."""
+@pytest.mark.parametrize('old', [{}, TIED, LATENT, {'key_offset': True}], ids=str)
+def test_heads_become_their_mean(old):
+    """c_attn has q | k | v; q | k where K = V; and q | latent, which is not pooled."""
     model = model_of(dataclasses.replace(MHA, **old))
     new = converted(model, n_kv_head=2)
     for was, now, layer in zip(model.transformer.h, new.transformer.h, model.plan.layers):

@@ -10,7 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from config.gpt_config import GPTConfig, model_args
 from interop import import_hf
 from interop.export import hf_model
-from interop.fields import derived_keys
+from interop.huggingface import derived_keys
 from interop.modeling_nanokv import NanoKVForCausalLM
 from interop.nanokv_vllm.config import NanoKVConfig
 from tests.helpers.models import FULL_STACK, VOCAB, full_logits, random_model, tokens
@@ -38,19 +38,29 @@ def exported_config(config: GPTConfig) -> NanoKVConfig:
     return NanoKVConfig(nanokv=model_args(config), **derived_keys(config))
 
 
-@pytest.fixture(params=SHAPES)
-def pair(request):
-    config = GPTConfig(**SHAPES[request.param])
+def pair_of(name):
+    config = GPTConfig(**SHAPES[name])
     ours = random_model(config, torch.float32)
     theirs = NanoKVForCausalLM(exported_config(config)).eval()
     theirs.load_state_dict(ours.state_dict())
     return ours, theirs
 
 
+@pytest.fixture(params=SHAPES)
+def pair(request):
+    return pair_of(request.param)
+
+
+@pytest.fixture(params=['gqa', 'sinks', 'offset', 'tied', 'latents, learned'])
+def some_pair(request):
+    """For behaviour that depends on the kind of the cache, not on each setting."""
+    return pair_of(request.param)
+
+
 @pytest.mark.filterwarnings('ignore:layer_pattern')
 @pytest.mark.parametrize('attention', ['sdpa', 'eager'])
 @torch.no_grad()
-def test_whole_texts(pair, attention):
+def test_whole_and_packed_texts(pair, attention):
     ours, theirs = pair
     theirs.set_attn_implementation(attention)
     idx = tokens(2, 40)
@@ -58,6 +68,10 @@ def test_whole_texts(pair, attention):
         logits = theirs(idx, use_cache=use_cache).logits
         torch.testing.assert_close(logits, full_logits(ours, idx), **NEAR)
     torch.testing.assert_close(theirs(idx, logits_to_keep=1).logits, ours(idx)[0], **NEAR)
+    idx, position_ids = idx[:1, :20], torch.cat([torch.arange(7), torch.arange(13)])[None]
+    expected = torch.cat([full_logits(ours, x) for x in idx.split([7, 13], dim=1)], dim=1)
+    found = theirs(idx, position_ids=position_ids, use_cache=False).logits
+    torch.testing.assert_close(found, expected, **NEAR)
 
 
 @torch.no_grad()
@@ -109,8 +123,8 @@ def test_generate(pair):
 
 
 @torch.no_grad()
-def test_generate_by_a_static_cache(pair):
-    ours, theirs = pair
+def test_generate_by_a_static_cache(some_pair):
+    ours, theirs = some_pair
     prompts = tokens(2, 9, seed=1)
     settings = dict(max_new_tokens=25, do_sample=False, pad_token_id=0, disable_compile=True,
                     cache_implementation='static')
@@ -137,8 +151,8 @@ def test_the_bytes_of_caches_are_the_plans(pair):
 
 
 @torch.no_grad()
-def test_rows_of_a_cache_are_selected_and_repeated(pair):
-    ours, theirs = pair
+def test_rows_of_a_cache_are_selected_and_repeated(some_pair):
+    ours, theirs = some_pair
     idx, rows = tokens(3, 20), torch.tensor([2, 0])
     cache = theirs(idx[:, :10], use_cache=True).past_key_values
     cache.reorder_cache(torch.tensor([1, 2, 0]))
@@ -147,18 +161,6 @@ def test_rows_of_a_cache_are_selected_and_repeated(pair):
     rows = rows.repeat_interleave(2)
     found = theirs(idx[rows, 10:], past_key_values=cache).logits
     torch.testing.assert_close(found, full_logits(ours, idx)[rows, 10:], **NEAR)
-
-
-@pytest.mark.filterwarnings('ignore:layer_pattern')
-@pytest.mark.parametrize('attention', ['sdpa', 'eager'])
-@torch.no_grad()
-def test_packed_texts(pair, attention):
-    ours, theirs = pair
-    theirs.set_attn_implementation(attention)
-    idx, position_ids = tokens(1, 20), torch.cat([torch.arange(7), torch.arange(13)])[None]
-    expected = torch.cat([full_logits(ours, x) for x in idx.split([7, 13], dim=1)], dim=1)
-    found = theirs(idx, position_ids=position_ids, use_cache=False).logits
-    torch.testing.assert_close(found, expected, **NEAR)
 
 
 @pytest.mark.parametrize('name', ['full', 'offset', 'tied', 'latents'])
@@ -191,6 +193,8 @@ def test_a_file_comes_back_bit_for_bit(pair, tmp_path):
 def test_new_weights_are_those_of_training():
     theirs = NanoKVForCausalLM(exported_config(GPTConfig(**SHAPES['latents'])))
     attn = theirs.transformer.h[5].attn
+    for module, std in ((attn.c_attn, 0.02), (attn.c_proj, 0.02 / 14 ** 0.5)):
+        assert 0.8 * std < module.weight.std() < 1.2 * std and not module.bias.any()
     assert torch.equal(attn.sink, torch.zeros(4))
     for up in (attn.k_up, attn.v_up):
         assert 0.015 < up.std() < 0.025
@@ -206,8 +210,8 @@ def test_attention_without_a_mechanism_is_refused(name, attention, field):
 
 
 @torch.no_grad()
-def test_what_layers_give_can_be_had(pair):
-    ours, theirs = pair
+def test_what_layers_give_can_be_had(some_pair):
+    ours, theirs = some_pair
     theirs.set_attn_implementation('eager')
     idx = tokens(2, 20)
     found = theirs(idx, output_hidden_states=True, output_attentions=True)
@@ -222,11 +226,11 @@ def test_what_layers_give_can_be_had(pair):
     assert torch.equal(theirs(idx, return_dict=False)[0], found.logits)
 
 
+@pytest.mark.parametrize('name', ['full', 'tied', 'latents, learned'])
 @torch.no_grad()
-def test_arguments_of_attention_functions(pair):
+def test_arguments_of_attention_functions(name):
     """Kernels without masks need the causal flag, the window, and the positions of packed texts."""
-    ours, theirs = pair
-    passed = []
+    (ours, theirs), passed = pair_of(name), []
 
     def spy(module, q, k, v, mask, **settings):
         passed.append((module.is_causal, settings['sliding_window'], settings['scaling'],
@@ -234,10 +238,6 @@ def test_arguments_of_attention_functions(pair):
         return sdpa_attention_forward(module, q, k, v, mask, **settings)
     AttentionInterface.register('sdpa_spied', spy)
     theirs.set_attn_implementation('sdpa_spied')
-    if ours.config.attn_sink or ours.config.key_offset:
-        with pytest.raises(ValueError, match="'sdpa_spied' does not have"):
-            theirs(tokens(1, 6))
-        return
     theirs(tokens(1, 6), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]), use_cache=False)
     scale, ids = ours.plan.head_dim ** -0.5, [[0, 1, 2, 0, 1, 2]]
     assert passed == [(True, layer.window or None, scale, ids) for layer in ours.plan.layers]
@@ -293,9 +293,9 @@ def test_it_can_be_trained(pair):
 
 
 @pytest.mark.parametrize('reentrant', [True, False])
-def test_checkpointing_does_not_change_gradients(pair, reentrant):
+def test_checkpointing_does_not_change_gradients(some_pair, reentrant):
     """Reentrant checkpointing sees only tensors that are arguments or outputs of a block itself."""
-    theirs, idx, found = pair[1].train(), tokens(2, 20), []
+    theirs, idx, found = some_pair[1].train(), tokens(2, 20), []
     for checkpointed in (False, True):
         if checkpointed:
             theirs.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
@@ -315,12 +315,3 @@ def test_more_positions_than_were_learned_are_refused():
     theirs = NanoKVForCausalLM(exported_config(GPTConfig(**SHAPE))).eval()
     with pytest.raises(ValueError, match='65 tokens is longer than the 64 positions'):
         theirs(torch.zeros(1, 65, dtype=torch.long))
-
-
-def test_config_file_round_trip(tmp_path):
-    exported_config(GPTConfig(**FULL_STACK)).save_pretrained(tmp_path)
-    again = NanoKVConfig.from_pretrained(tmp_path)
-    assert GPTConfig(**again.nanokv) == GPTConfig(**FULL_STACK)
-    assert again.layer_types == ['sliding_attention'] * 5 + ['full_attention', 'sliding_attention']
-    assert again.kv_owners == [0, 0, 2, 2, 2, 5, 6]
-    assert again.kv_sharing_modes.count('reuse') == 3

@@ -1,42 +1,16 @@
 """Exported tokenizers, loaded by Hugging Face, give the same ids as ours."""
 import pytest
-import regex
-import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config.errors import UserError
-from data.gpt2_bpe import END_OF_TEXT, PATTERN
+from data.bpe import learn_bpe, learned_encoding
+from data.gpt2_bpe import END_OF_TEXT
 from interop.tokenizer_files import byte_pairs, characters, merge_of
 
 TEXT = ('the cat that sat there thought then of other things; 1234, she\'ll say  "the"\n\n\t'
         'café über 你好 the\u00a0end ')
-
-
-def trained(n_merges=120):
-    """A small vocabulary, trained like GPT-2's by repeatedly merging the most common pair."""
-    words = [[bytes([b]) for b in word.encode()] for word in regex.findall(PATTERN, TEXT * 3)]
-    ranks = {bytes([b]): b for b in range(256)}
-    for _ in range(n_merges):
-        counts = {}
-        for word in words:
-            for pair in zip(word, word[1:]):
-                counts[pair] = counts.get(pair, 0) + 1
-        if not counts:
-            break
-        best = max(counts, key=lambda pair: (counts[pair], pair))
-        ranks[best[0] + best[1]] = len(ranks)
-        for word in words:
-            i = 0
-            while i < len(word) - 1:
-                if (word[i], word[i + 1]) == best:
-                    word[i:i + 2] = [best[0] + best[1]]
-                i += 1
-    return tiktoken.Encoding('small', pat_str=PATTERN, mergeable_ranks=ranks,
-                             special_tokens={END_OF_TEXT: len(ranks)})
-
-
-ENCODING = trained()
+ENCODING = learned_encoding(learn_bpe([TEXT * 3], 376)['stoi'])
 FAST = byte_pairs(ENCODING)
 
 

@@ -3,7 +3,7 @@ import pytest
 
 from config.gpt_config import GPTConfig, model_args
 from interop.export import hf_model
-from interop.fields import derived_keys
+from interop.huggingface import derived_keys
 from interop.nanokv_vllm.config import DEFAULTS, NanoKVConfig
 from interop.nanokv_vllm.shapes import shapes
 from kv import account

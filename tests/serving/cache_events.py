@@ -1,11 +1,7 @@
 """Read streams of cache events, and compare them with the engine's own state and tensors."""
 import json
 
-import torch
-
-from kv.plan import GLOBAL
 from tests.helpers.serving import TOKENIZER
-from tests.serving.conftest import LONGEST, MODEL
 
 
 def read(stream: str) -> tuple[list[dict], str]:
@@ -32,7 +28,7 @@ def pages_carried(events):
 
 class Recorder:
     """States of an engine's rows after each of its steps and before a row is freed, from its own
-    bookkeeping and tensors. states: number of a request -> [(state, stored K/V, token ids)]."""
+    bookkeeping and tensors. states: number of a request -> [(state, token ids)]."""
 
     def __init__(self, engine):
         self.engine, self.states, step, end = engine, {}, engine.step, engine._end
@@ -65,8 +61,7 @@ class Recorder:
                                            | table.pinned),
             held_nbytes=cache.held_nbytes, nbytes=self.nbytes(row, pages),
             prefix_nbytes=self.engine.prefix.nbytes if self.engine.prefix else 0)
-        stored = self.stored(row, pages) if row >= 0 else []
-        self.states.setdefault(number, []).append((state, stored, request.prompt + request.tokens))
+        self.states.setdefault(number, []).append((state, request.prompt + request.tokens))
 
     def nbytes(self, row, pages) -> int:
         """Counted from the tensors."""
@@ -75,43 +70,6 @@ class Recorder:
         page = sum(x[:1].numel() * x.element_size() for pool in self.engine.cache.pools
                    for x in pool.tensors)
         return (rings + page * len(pages)) * (row >= 0)
-
-    def stored(self, row, pages):
-        """K and V of the row in each slot, (Hkv, capacity or positions of its pages, D)."""
-        cache, found = self.engine.cache, []
-        for slot, store in zip(cache.plan.slots, cache.stores):
-            if slot.kind == GLOBAL:
-                found.append([x[pages].transpose(0, 1).flatten(1, 2).clone()
-                              for x in store.tensors[:2]])
-            else:
-                found.append([x[row].clone() for x in store.tensors[:2]])
-        return found
-
-
-def computed(tokens):
-    """K and V, (Hkv, T, D), that one forward pass over the tokens gives to each slot."""
-    cache, found = MODEL.new_cache(1, LONGEST), {}
-    plain = cache.append
-
-    def append(layer, k, v):
-        found[layer.slot] = k[0], v[0]
-        plain(layer, k, v)
-    cache.append = append
-    with torch.inference_mode():
-        MODEL(torch.tensor([tokens]), cache=cache)
-    return found
-
-
-def assert_holds(length, stored, tokens):
-    """Check the row's tensors against the positions that the protocol derives from `length`."""
-    wanted = computed(tokens[:length])
-    for slot, (k, v) in zip(MODEL.plan.slots, stored):
-        positions = slot.positions(length, LONGEST)
-        assert max(positions) == length - 1 and len(positions) == (
-            length if slot.kind == GLOBAL else min(length, slot.window))
-        for index, p in enumerate(positions):
-            for x, y in zip((k, v), wanted[slot.index]):
-                torch.testing.assert_close(x[:, index], y[:, p], rtol=0, atol=1e-4)
 
 
 def assert_agree(recorder, number, stream, text):
@@ -131,10 +89,7 @@ def assert_agree(recorder, number, stream, text):
         del event['time'], event['first_token']
         assert event.pop('texts_from') == len(texts)
         texts += event.pop('texts')
-        stored, tokens = next((stored, tokens) for state, stored, tokens in states
-                              if state == event)
+        tokens = next(tokens for state, tokens in states if state == event)
         assert texts == [TOKENIZER.decode([token]) for token in tokens] or event['done']
-        if event['length']:
-            assert_holds(event['length'], stored, tokens)
     assert ''.join(texts) == text
     return events

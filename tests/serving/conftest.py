@@ -88,6 +88,13 @@ class InProcess:
         self.app = make_app(self.worker, self.service, Limits(max_body, timeout), keys,
                             self.logged.append, page, cors, shared_prefix)
         self.client = TestClient(self.app, raise_server_exceptions=False)
+        self.client.__enter__()
+
+    def stop(self):
+        self.worker.drain(0)
+        self.worker.join(60)
+        self.client.__exit__(None, None, None)
+        assert not self.worker.is_alive()
 
     def complete(self, **fields):
         return self.post(COMPLETIONS, dict(prompt='abc') | fields)
@@ -115,24 +122,6 @@ class InProcess:
             object.__setattr__(self.service, name, value)
 
 
-@pytest.fixture
-def serve():
-    """`serve(**settings)` starts a server without a port."""
-    made = []
-
-    def make(**settings):
-        server = InProcess(**settings)
-        server.client.__enter__()
-        made.append(server)
-        return server
-    yield make
-    for server in made:
-        server.worker.drain(0)
-        server.worker.join(60)
-        server.client.__exit__(None, None, None)
-        assert not server.worker.is_alive()
-
-
 class Running(InProcess):
     """A server on a port, in a thread."""
 
@@ -149,47 +138,37 @@ class Running(InProcess):
         self.server.should_exit = True
         self.thread.join(60)
         assert not self.thread.is_alive() and not self.worker.is_alive()
+        super().stop()
 
 
-@pytest.fixture
-def running():
-    """`running(**settings)` starts a server on a port."""
-    made = []
+def started(kind):
+    """A fixture: `serve(**settings)` starts a server, which is stopped at the end of the test."""
+    @pytest.fixture
+    def start():
+        made = []
+        yield lambda **settings: made.append(kind(**settings)) or made[-1]
+        for server in made:
+            server.stop()
+    return start
 
-    def make(**settings):
-        made.append(Running(**settings))
-        return made[-1]
-    yield make
-    for server in made:
-        server.stop()
+
+serve, running = started(InProcess), started(Running)
 
 
 @pytest.fixture
 def held(monkeypatch):
-    """Steps of the engine wait for `held.set()`. `held.in_step` is set once one waits."""
-    gate, plain = threading.Event(), Engine.step
-    gate.in_step = threading.Event()
+    """Steps of the engine wait: `held.release(n)` lets n of them run, `held.set()` all.
+    `held.in_step` is set once one waits."""
+    gate, plain = threading.Semaphore(0), Engine.step
+    gate.in_step, gate.set = threading.Event(), lambda: gate.release(10 ** 6)
 
     def step(engine):
         gate.in_step.set()
-        assert gate.wait(60)
-        return plain(engine)
-    monkeypatch.setattr(Engine, 'step', step)
-    yield gate
-    gate.set()
-
-
-@pytest.fixture
-def allowed(monkeypatch):
-    """A semaphore: `allowed.release(n)` lets n more steps of the engine run."""
-    gate, plain = threading.Semaphore(0), Engine.step
-
-    def step(engine):
         assert gate.acquire(timeout=60)
         return plain(engine)
     monkeypatch.setattr(Engine, 'step', step)
     yield gate
-    gate.release(10 ** 6)
+    gate.set()
 
 
 class Asgi:

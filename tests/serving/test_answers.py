@@ -9,13 +9,7 @@ import pytest
 
 from engine.requests.params import sample_seed
 from tests.helpers.serving import TOKENIZER
-from tests.serving.conftest import (
-    LONGEST,
-    USER,
-    assert_free,
-    expected,
-    in_background,
-)
+from tests.serving.conftest import LONGEST, USER, assert_free, expected, in_background
 
 PARTS = [{'type': 'text', 'text': 'o'}, {'type': 'text', 'text': 'n'}]
 MESSAGES = [{'role': 'system', 'content': 'hat'}, {'role': 'user', 'content': 'jab'},
@@ -130,15 +124,10 @@ def test_a_chat_is_rendered_by_the_template_and_ends_with_the_turn(serve):
     assert streamed[-1]['choices'][0]['finish_reason'] == 'stop'
     assert streamed[0]['object'] == 'chat.completion.chunk'
     assert_free(server.worker)
-
-
-def test_names_and_stops_of_a_chat(serve):
     said = expected('ecjabdbc', 30, seed=1, stop=('q', 'd'))
-    document = serve().chat(USER | {'name': 'e'}, seed=1, max_tokens=30, stop='q').json()
+    document = server.chat(USER | {'name': 'e'}, seed=1, max_tokens=30, stop='q').json()
     assert document['choices'][0]['message']['content'] == said.text
 
-
-# -- token ids of replies, and replies that do not end with the turn -------------------------------
 
 def ids_of(documents):
     """{number of the choice: all its token ids}"""
@@ -153,33 +142,29 @@ def held_back(said):
     return [a + ('a' if b != 'a' else 'b') for a, b in zip(said.text[:4], said.text[1:])]
 
 
-@pytest.mark.parametrize('fields', [{}, dict(logprobs=1, stop='d', n=2, max_tokens=30)], ids=str)
 @pytest.mark.parametrize('chat', [False, True])
-def test_token_ids_of_a_reply_are_the_engines(serve, chat, fields):
-    server, n = serve(), fields.get('n', 1)
-    stop = [fields['stop']] if 'stop' in fields else []
-    stop += held_back(expected(RENDERED if chat else 'abcabc', seed=5))
-    stops = tuple(stop) + ('d',) * chat  # the end of a turn
-    said = {k: expected(RENDERED if chat else 'abcabc', fields.get('max_tokens', 12), stop=stops,
-                        seed=sample_seed(5, k)) for k in range(n)}
-    assert n == 1 or said[0].tokens != said[1].tokens
-    fields = fields | dict(seed=5, stop=stop, return_token_ids=True)
-    if chat:
-        fields['logprobs'] = bool(fields.get('logprobs'))
-        ask = lambda **more: server.chat(*MESSAGES, **fields, **more)
-    else:
-        ask = lambda **more: server.complete(prompt='abcabc', **fields, **more)
+def test_token_ids_of_a_reply_are_the_engines(serve, chat):
+    server, prompt = serve(), RENDERED if chat else 'abcabc'
+    stop = held_back(expected(prompt, seed=5))
+    said = [expected(prompt, 30, stop=(*stop, 'd') if chat else tuple(stop),
+                     seed=sample_seed(5, k)) for k in range(2)]
+    assert said[0].tokens != said[1].tokens
+    fields = dict(seed=5, n=2, max_tokens=30, stop=stop, return_token_ids=True)
+
+    def ask(**more):
+        if chat:
+            return server.chat(*MESSAGES, **fields, **more)
+        return server.complete(prompt=prompt, **fields, **more)
     document = ask().json()
-    tokens = {k: completion.tokens for k, completion in said.items()}
-    assert ids_of([document]) == tokens
     streamed = pieces(ask(stream=True, stream_options={'include_usage': True}))
-    assert ids_of(streamed) == tokens
+    tokens = {k: completion.tokens for k, completion in enumerate(said)}
+    assert ids_of([document]) == ids_of(streamed) == tokens
     new = [choice['token_ids'] for piece in streamed for choice in piece['choices']
            if 'token_ids' in choice]
     assert all(len(ids) == 1 for ids in new)  # each when it comes, whatever its text waits for
     usage = document['usage']['completion_tokens']
     assert usage == sum(map(len, tokens.values())) == streamed[-1]['usage']['completion_tokens']
-    for k, completion in said.items():
+    for k, completion in enumerate(said):
         whole = document['choices'][k]
         mine = [choice for piece in streamed for choice in piece['choices'] if choice['index'] == k]
         assert ''.join(map(text_of, mine)) == text_of(whole) == completion.text
@@ -188,39 +173,28 @@ def test_token_ids_of_a_reply_are_the_engines(serve, chat, fields):
     assert_free(server.worker)
 
 
-@pytest.mark.parametrize('fields', [dict(return_token_ids=False), dict(ignore_eos=True)], ids=str)
-def test_token_ids_are_only_said_if_asked_for(serve, fields):
-    server = serve()
-    for ask in (server.complete, lambda **fields: server.chat(USER, **fields)):
-        said = ask(seed=5, **fields).json()['choices'][0]
-        stops = held_back(expected('abc', seed=5)) if 'text' in said else []
-        whole, stream = ask(seed=5, **fields), ask(seed=5, stop=stops, stream=True, **fields)
+def test_token_ids_are_only_said_if_asked_for(serve):
+    server, stop = serve(), held_back(expected('abc', seed=5))
+    for ask, stops in ((server.complete, stop), (lambda **fields: server.chat(USER, **fields), [])):
+        whole, stream = ask(seed=5, return_token_ids=False), ask(seed=5, stop=stops, stream=True)
         assert 'token_ids' not in whole.text and 'token_ids' not in stream.text
-        parts = [piece['choices'][0] for piece in pieces(stream)]
-        texts = [text_of(part) for part in parts]
-        assert ''.join(texts) == text_of(said)
+        texts = [text_of(piece['choices'][0]) for piece in pieces(stream)]
+        assert ''.join(texts) == text_of(whole.json()['choices'][0])
         # nothing is sent for a token whose text waits, except the beginning and the end
         assert '' not in texts[1:-1]
 
 
-@pytest.mark.parametrize('ignore', [False, True])
-def test_a_chat_that_goes_on_past_the_end_of_the_turn(serve, ignore):
-    server = serve()
+def test_ignore_eos_goes_on_past_the_end_of_a_turn(serve):
+    server, fields = serve(), dict(seed=1, max_tokens=30, ignore_eos=True)
     turn, on = expected(RENDERED, 30, seed=1, stop=('d',)), expected(RENDERED, 30, seed=1)
     assert turn.finish_reason == 'stop' and 'd' in on.text and on.text.startswith(turn.text)
-    said = on if ignore else turn
-    fields = dict(seed=1, max_tokens=30, ignore_eos=ignore)
-    [choice] = server.chat(*MESSAGES, **fields).json()['choices']
-    assert choice['message']['content'] == said.text
-    assert choice['finish_reason'] == ('length' if ignore else 'stop')
-    streamed = pieces(server.chat(*MESSAGES, stream=True, return_token_ids=True, **fields))
-    assert ids_of(streamed) == {0: said.tokens} and (len(said.tokens) == 30) == bool(ignore)
     # stop texts of the request still end it, and a completion has no turn that ends
-    [choice] = server.chat(*MESSAGES, stop='d', **fields).json()['choices']
-    assert choice['message']['content'] == turn.text
-    assert server.text(prompt=RENDERED, **fields) == on.text
-    stopped = server.complete(prompt=RENDERED, stop='d', **fields).json()['choices'][0]
-    assert (stopped['text'], stopped['finish_reason']) == (turn.text, 'stop')
+    for more, said in (({}, on), (dict(stop='d'), turn)):
+        for found in (server.chat(*MESSAGES, **fields, **more),
+                      server.complete(prompt=RENDERED, **fields, **more)):
+            [choice] = found.json()['choices']
+            assert (text_of(choice), choice['finish_reason']) == (said.text, said.finish_reason)
+    assert server.text(prompt=RENDERED, seed=1, max_tokens=30) == on.text
 
 
 def test_lengths_are_cut_to_what_there_is_room_for(serve):
@@ -231,17 +205,6 @@ def test_lengths_are_cut_to_what_there_is_room_for(serve):
     choices = server.complete(prompt=['a' * LONGEST, 'abc'], max_tokens=99).json()['choices']
     assert [len(choice['text']) for choice in choices] == [1, LONGEST - 2]
     assert {choice['finish_reason'] for choice in choices} == {'length'}
-
-
-def test_what_was_said_before_is_taken_from_the_store(serve):
-    server = serve()
-    usages = [server.complete(prompt='abcdefghijklmnopq', temperature=0).json()['usage']
-              for _ in '12']
-    assert [usage['prompt_tokens_details']['cached_tokens'] for usage in usages] == [0, 16]
-    assert server.metric('prompt_tokens_cached_total') == 16
-    assert server.metric('prompt_tokens_total') == 34
-    assert 0 < server.metric('prefix_hit_rate') < 1
-    assert server.metric('prefix_store_bytes', where='host') > 0
 
 
 def test_many_at_once_get_what_they_get_alone(serve):
@@ -256,8 +219,6 @@ def test_many_at_once_get_what_they_get_alone(serve):
         assert ''.join(piece['choices'][0]['text'] for piece in documents) == said.text
     assert_free(server.worker)
 
-
-# -- models, health, metrics -----------------------------------------------------------------------
 
 def test_models_and_health(serve):
     server = serve()
@@ -289,8 +250,10 @@ def test_the_page(serve):
 def test_metrics_count_what_was_done(serve):
     server = serve()
     assert server.metric('tokens_generated_total') == 0
-    for _ in range(3):
-        server.complete(max_tokens=5)
+    usages = [server.complete(prompt='abcdefghijklmnopq', temperature=0, max_tokens=5).json()[
+        'usage'] for _ in range(3)]
+    cached = [usage['prompt_tokens_details']['cached_tokens'] for usage in usages]
+    assert cached == [0, 16, 16]  # whole blocks of the prefix cache
     server.complete(prompt='Q')
     server.client.get('/nowhere')
     server.client.get('/nowhere/else')
@@ -299,34 +262,36 @@ def test_metrics_count_what_was_done(serve):
             ('requests_total', dict(route='/v1/completions', status='200'), 3),
             ('requests_total', dict(route='/v1/completions', status='400'), 1),
             ('requests_total', dict(route='other', status='404'), 2),
-            ('tokens_generated_total', {}, 15), ('prompt_tokens_total', {}, 9),
-            ('prompt_tokens_cached_total', {}, 4),
+            ('tokens_generated_total', {}, 15), ('prompt_tokens_total', {}, 51),
+            ('prompt_tokens_cached_total', {}, 32), ('prefix_hit_rate', {}, 32 / 51),
             ('running_requests', {}, 0), ('waiting_requests', {}, 0), ('ttft_seconds_count', {}, 3),
             ('request_seconds_count', {}, 3),
             ('kv_held_bytes', {}, server.engine.cache.held_nbytes),
             ('prefix_store_bytes', dict(where='host'), server.engine.prefix.nbytes),
             ('failed_steps_total', {}, 0)]:
         assert server.metric(name, **labels) == value, name
+    assert server.engine.prefix.nbytes > 0
     assert '\nnanokv_tokens_generated_total 15.0\n' in server.client.get('/metrics').text
 
 
-def test_the_log_has_a_line_for_each_request(serve):
+def test_the_log_has_a_line_for_each_request_with_little_of_what_clients_send(serve):
     server = serve(keys=('sesame',))
     client, key = server.client, {'authorization': 'Bearer sesame'}
     ask = dict(prompt='abcdefghijklmnopq', temperature=0, max_tokens=3)
-    client.post('/v1/completions', json=ask, headers=key)
-    client.post('/v1/completions', json=ask | dict(n=2, stream=True), headers=key)
-    client.post('/v1/completions', json=ask | {'x' * 300: 1}, headers=key)
+    for document in (ask, ask | dict(n=2, stream=True), ask | {'secret' * 50: 1},
+                     dict(prompt='ab"Q secret \N{SNOWMAN}')):
+        client.post('/v1/completions', json=document, headers=key)
     client.get('/a%0AGET /b%1B%C5%BC', headers=key)
-    client.get('/v1/models')
-    client.post('/v1/completions', json=dict(prompt='ab"Q'), headers=key)
+    client.get('/' + 'x' * 10_000, headers=key)
+    client.request('X' * 10_000, '/v1/models')
     tokens = (r'17 prompt tokens \({} cached\), {} completion tokens, '
               r'TTFT \d\.\d{{3}} s, \d\.\d{{3}} s, length')
     for line, wanted in zip(server.logged, [
             'POST /v1/completions 200: ' + tokens.format(0, 3),
             'POST /v1/completions 200: ' + tokens.format(16, 6),
             r'POST /v1/completions 400: \d\.\d{3} s, unknown_field',
+            r'POST /v1/completions 400: \d\.\d{3} s, invalid_request_error',
             r'GET /a\\nGET /b\\x1b\\u017c 404: \d\.\d{3} s, invalid_request_error',
-            r'GET /v1/models 401: \d\.\d{3} s, invalid_api_key',
-            r'POST /v1/completions 400: \d\.\d{3} s, invalid_request_error'], strict=True):
+            r'GET /x{195}\.\.\. 404: \d\.\d{3} s, invalid_request_error',
+            r'X{200}\.\.\. 401: \d\.\d{3} s, invalid_api_key'], strict=True):
         assert re.fullmatch(r'\d{4}-\d\d-\d\d \d\d:\d\d:\d\d testclient ' + wanted, line), line

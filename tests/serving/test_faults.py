@@ -5,13 +5,7 @@ import pytest
 
 from engine.engine import Engine
 from tests.serving.conftest import (
-    COMPLETIONS,
-    MODEL,
-    assert_free,
-    assert_refused,
-    expected,
-    in_background,
-)
+    COMPLETIONS, MODEL, assert_free, assert_refused, expected, in_background)
 
 
 @pytest.fixture

@@ -8,16 +8,8 @@ import pytest
 from engine.engine import Engine
 from engine.requests.params import SamplingParams
 from tests.serving.conftest import (
-    CHAT,
-    COMPLETIONS,
-    LONGEST,
-    USER,
-    Asgi,
-    assert_free,
-    assert_refused,
-    expected,
-    in_background,
-)
+    CHAT, COMPLETIONS, LONGEST, USER, Asgi, assert_free, assert_refused, expected,
+    in_background)
 
 JSON = {'content-type': 'application/json'}
 # (fields in addition to prompt='a', the field in the error, part of the message)
@@ -87,7 +79,8 @@ WRONG_CHATS += [(dict(messages=[message]), 'messages[0]', named) for message, na
     (USER | {'type': 'image'}, 'image'),
     (USER | {'name': 'a' * 61}, '61 characters'),
     (USER | {'name': 'd'}, "name='d'"),
-    *((USER | {'name': name}, 'name=') for name in (0, 'a\nb', 'a\x00')),
+    (USER | {'name': 0}, '0 is not a text'),
+    *((USER | {'name': name}, 'name=') for name in ('a\nb', 'a\x00')),
     (USER | {'name': 'Q'}, "'Q'"),
     ({'role': 'user', 'content': 'adb'}, 'a turn ends at'),
     ({'role': 'user', 'content': 'Hi'}, "'H'"),
@@ -192,11 +185,11 @@ def test_a_timeout_cancels(serve, held):
     assert server.metric('request_seconds_count') == 0
 
 
-def test_a_stream_that_times_out_ends_with_an_error(serve, allowed):
+def test_a_stream_that_times_out_ends_with_an_error(serve, held):
     server = serve(timeout=0.5)
-    allowed.release(3)
+    held.release(3)
     response = server.complete(stream=True)
-    allowed.release(1000)
+    held.set()
     *pieces, last = [json.loads(event[6:]) for event in response.text.split('\n\n')[:-1]]
     assert response.status_code == 200 and last['error']['type'] == 'timeout_error'
     assert 0 < len(pieces) <= 3

@@ -54,6 +54,23 @@ def test_a_conversation_and_an_edit(markup_server, visit):
     assert all(set(lane['cells']) <= {None} for lane in drawn(page))
 
 
+def assert_numbers_are_those_of(page, state):
+    """Check the bytes and the marks that the page shows at the end."""
+    frame = page.evaluate('nanokv.frame()')
+    for name in ('pages', 'prefix_pages', 'nbytes', 'cached', 'row', 'done'):
+        assert frame[name] == state[name], name
+    assert number(page, 'Positions held') == str(state['length'])
+    assert number(page, 'This conversation') == f"{state['nbytes'] / 1000:.1f} kB"
+    vanilla = MODEL.plan.vanilla().nbytes(1, state['length'], 'bfloat16')
+    assert number(page, 'Vanilla in bfloat16') == f'{vanilla / 1000:.1f} kB'
+    about = page.locator('#lanes small').all_inner_texts()
+    for text, slot, lane in zip(about, MODEL.plan.slots, drawn(page), strict=True):
+        layers = ', '.join(f'{i}*' if i == slot.owner else str(i) for i in slot.layers)
+        nbytes = len(lane['cells']) * slot.position_nbytes('float64')
+        shown = f'{nbytes} B' if nbytes < 1000 else f'{nbytes / 1000:.1f} kB'
+        assert text == f'layers {layers} · {shown}'
+
+
 @pytest.mark.parametrize('every_step', [True, False])
 def test_lanes_are_what_the_engine_holds(markup_server, visit, monkeypatch, every_step):
     """At each moment of the slider, whether its state was sent or lies between two that were."""
@@ -82,26 +99,7 @@ def test_lanes_are_what_the_engine_holds(markup_server, visit, monkeypatch, ever
     expect(page.locator('#moment')).to_have_text('end')  # it played all
     assert drawn(page)[0]['cells'] == cells_of(MODEL.plan.slots[0], states[last])
     expect(page.locator('#note')).to_contain_text('its row is freed')
-
-
-def test_bytes_and_marks_of_the_end(markup_server, visit):
-    server = markup_server()
-    page = visit(server)
-    states = watched_generation(server, page)
-    state = states[max(states)]
-    frame = page.evaluate('nanokv.frame()')
-    for name in ('pages', 'prefix_pages', 'nbytes', 'cached', 'row', 'done'):
-        assert frame[name] == state[name], name
-    assert number(page, 'Positions held') == str(state['length'])
-    assert number(page, 'This conversation') == f"{state['nbytes'] / 1000:.1f} kB"
-    vanilla = MODEL.plan.vanilla().nbytes(1, state['length'], 'bfloat16')
-    assert number(page, 'Vanilla in bfloat16') == f'{vanilla / 1000:.1f} kB'
-    about = page.locator('#lanes small').all_inner_texts()
-    for text, slot, lane in zip(about, MODEL.plan.slots, drawn(page), strict=True):
-        layers = ', '.join(f'{i}*' if i == slot.owner else str(i) for i in slot.layers)
-        nbytes = len(lane['cells']) * slot.position_nbytes('float64')
-        shown = f'{nbytes} B' if nbytes < 1000 else f'{nbytes / 1000:.1f} kB'
-        assert text == f'layers {layers} · {shown}'
+    assert_numbers_are_those_of(page, states[last])
 
 
 def test_markup_is_text(markup_server, visit):

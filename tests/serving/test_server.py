@@ -1,4 +1,5 @@
 """A server on a port: OpenAI's client, broken sockets, many connections, and shutdown."""
+import gc
 import json
 import logging
 import socket
@@ -7,7 +8,10 @@ import threading
 import openai
 import pytest
 
+from engine.requests.job import Job
 from engine.requests.params import sample_seed
+from serving.app import Generation
+from serving.replies import Reply
 from serving.server import MAX_LOG_LINES, RequestLog
 from tests.helpers.serving import TOKENIZER
 from tests.serving.conftest import USER, assert_free, eventually, expected, in_background
@@ -46,33 +50,25 @@ def ask(server) -> int:
     return int(all_of(connect(server, data)).split()[1])
 
 
-def test_openais_client_completes(running):
-    server = running(keys=('sesame',))
-    client, said = client_of(server, 'sesame'), expected('abc', 20, seed=1, stop=('q',), logprobs=1)
+def test_openais_client_completes_and_chats(running):
+    client = client_of(running(keys=('sesame',)), 'sesame')
+    said = expected('abc', 20, seed=1, stop=('q',), logprobs=1)
     fields = dict(model='tiny', prompt='abc', max_tokens=20, seed=1, stop='q', logprobs=1)
     whole = client.completions.create(**fields)
     [choice] = whole.choices
     assert (choice.text, choice.finish_reason) == (said.text, said.finish_reason)
-    assert whole.usage.completion_tokens == len(said.tokens)
-    assert whole.usage.prompt_tokens_details.cached_tokens == 0
-    logprobs = [entry.logprob for entry in said.logprobs]
-    assert choice.logprobs.token_logprobs == pytest.approx(logprobs)
-    *pieces, last = client.completions.create(**fields, n=2, stream=True,
+    assert whole.usage.completion_tokens == len(said.tokens) == len(choice.logprobs.tokens)
+    *pieces, last = client.completions.create(**fields, n=2, stream=True, extra_body={'top_k': 2},
                                               stream_options={'include_usage': True})
     for k in range(2):
         text = ''.join(choice.text for piece in pieces
                        for choice in piece.choices if choice.index == k)
-        assert text == expected('abc', 20, seed=sample_seed(1, k), stop=('q',)).text
+        assert text == expected('abc', 20, seed=sample_seed(1, k), top_k=2, stop=('q',)).text
     assert last.usage.prompt_tokens == 3 and last.choices == []
-    text = client.completions.create(model='tiny', prompt='abc', max_tokens=9, seed=2,
-                                     extra_body={'top_k': 2, 'min_p': 0.1})
-    assert text.choices[0].text == expected('abc', 9, seed=2, top_k=2, min_p=0.1).text
     assert [model.id for model in client.models.list()] == ['tiny']
     assert client.models.retrieve('tiny').id == 'tiny'
 
-
-def test_openais_client_chats(running):
-    client, said = client_of(running()), expected('acjabdbc', 30, seed=1, stop=('d',), logprobs=3)
+    said = expected('acjabdbc', 30, seed=1, stop=('d',), logprobs=3)
     fields = dict(model='tiny', messages=[USER], max_tokens=30, seed=1, logprobs=True,
                   top_logprobs=3)
     [choice] = client.chat.completions.create(**fields).choices
@@ -86,9 +82,8 @@ def test_openais_client_chats(running):
             text = TOKENIZER.decode([it.token])
             assert (entry.token, bytes(entry.bytes)) == (text, text.encode())
             assert entry.logprob == pytest.approx(it.logprob)
-            for top, (token, logprob) in zip(entry.top_logprobs, it.top, strict=True):
-                assert top.token == TOKENIZER.decode([token])
-                assert top.logprob == pytest.approx(logprob)
+            assert [(top.token, top.logprob) for top in entry.top_logprobs] == [
+                (TOKENIZER.decode([token]), pytest.approx(logprob)) for token, logprob in it.top]
     [choice] = client.chat.completions.create(**fields | dict(top_logprobs=0)).choices
     assert choice.logprobs.content[0].top_logprobs == []
 
@@ -113,8 +108,6 @@ def test_openais_client_raises_its_own_errors(running, held):
     assert_free(server.worker)
 
 
-# -- bytes on the wire -----------------------------------------------------------------------------
-
 POST = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n'
 MALFORMED = [
     b'GARBAGE\r\n\r\n', b'POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n',
@@ -137,16 +130,16 @@ def shared():
     server.stop()
 
 
-@pytest.mark.parametrize('data', MALFORMED, ids=lambda data: repr(data[:40]))
-def test_malformed_http_is_refused_and_closed(shared, data):
-    sock = connect(shared, data)
-    sock.shutdown(socket.SHUT_WR)
-    try:
-        answer = all_of(sock)
-    except ConnectionResetError:
-        answer = b''
-    assert answer == b'' or int(answer.split()[1]) in (400, 404, 411), answer
-    assert ask(shared) == 200
+def test_malformed_http_is_refused_and_closed(shared):
+    for data in MALFORMED:
+        sock = connect(shared, data)
+        sock.shutdown(socket.SHUT_WR)
+        try:
+            answer = all_of(sock)
+        except ConnectionResetError:
+            answer = b''
+        assert answer == b'' or int(answer.split()[1]) in (400, 404, 411), (data, answer)
+        assert ask(shared) == 200, data
 
 
 def test_a_body_too_large_is_refused_before_it_is_sent(shared):
@@ -170,8 +163,6 @@ def test_a_body_that_breaks_off(shared):
     assert_free(shared.worker)
 
 
-# -- disconnects -----------------------------------------------------------------------------------
-
 def drop(server, n, at_once):
     """Open n connections, at most `at_once` at a time, whose clients disconnect early."""
     for start in range(0, n, at_once):
@@ -191,7 +182,7 @@ def drop(server, n, at_once):
 
 def test_connections_that_are_dropped_leave_nothing_behind(running):
     server = running(rows=4, max_waiting=40, prefix_budget=50_000)
-    drop(server, n=300, at_once=100)
+    drop(server, n=150, at_once=75)
     assert_free(server.worker)
     eventually(lambda: not server.server.server_state.tasks)
     assert server.text(seed=1) == expected('abc', seed=1).text
@@ -199,10 +190,25 @@ def test_connections_that_are_dropped_leave_nothing_behind(running):
                if sample.name == 'nanokv_requests_total']
     statuses = {sample.labels['status'] for sample in counted}
     assert '499' in statuses and statuses <= {'200', '429', '499'}
-    assert sum(sample.value for sample in counted) > 240
+    assert sum(sample.value for sample in counted) > 120
 
 
-# -- shutdown --------------------------------------------------------------------------------------
+@pytest.mark.parametrize('more', [dict(), dict(stream=True, logprobs=2), dict(max_tokens=10 ** 6)],
+                         ids=['whole', 'stream', 'refused'])
+def test_an_ended_request_is_freed_without_the_garbage_collector(running, more):
+    """It rarely runs in a process with as many objects as torch has: prompts would pile up."""
+    server = running()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(8):
+            all_of(connect(server, request(dict(prompt='abc') | more, Connection='close')))
+        assert_free(server.worker)
+        kinds = Generation, Reply, Job
+        eventually(lambda: sum(type(x) in kinds for x in gc.get_objects()) <= 3)
+    finally:
+        gc.enable()
+
 
 def stopping(server):
     server.server.should_exit = True
@@ -224,14 +230,14 @@ def test_at_the_end_who_runs_is_answered_and_nobody_else(running, held):
 
 
 @pytest.mark.parametrize('stream', [False, True])
-def test_at_the_end_who_takes_too_long_is_told(running, allowed, stream):
-    allowed.release(2)
+def test_at_the_end_who_takes_too_long_is_told(running, held, stream):
+    held.release(2)
     server = running(grace=0.0)
     sock = connect(server, request(dict(prompt='abc', max_tokens=50, stream=stream)))
     data = sock.recv(30) if stream else b''
-    eventually(lambda: allowed._value == 0)
+    eventually(lambda: held._value == 0)
     stopping(server)
-    allowed.release(1000)
+    held.set()
     data += all_of(sock)
     assert b'the server is stopping' in data and data.split()[1] == (b'200' if stream else b'503')
     server.thread.join(60)

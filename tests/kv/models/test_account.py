@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
+from interop.huggingface import derived_keys
 from kv import account
 from kv.models.build import memory_of
 from kv.models.memory import KNOWN, memory_of_facts
