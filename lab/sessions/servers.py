@@ -116,10 +116,7 @@ def vllm(program, model, folder, port, longest, kv):
 def llama(program, model, folder, port, longest, kv):
     """Half of the bytes, or what one request takes, are for running requests. The rest keeps
     prompts."""
-    try:
-        import gguf
-    except ImportError as e:
-        raise UserError("start='llama.cpp' needs gguf: pip install gguf") from e
+    import gguf
     write_gguf(gguf, model, folder / 'model.gguf', BPETokenizer())
     cell = model.plan.nbytes(1, 1, 'float16')
     row = -(-longest // CELLS) * CELLS * cell
