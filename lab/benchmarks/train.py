@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, schedule, tensorboard_trace_handler
 from config.errors import UserError, at_least
 from data.tokenfiles import is_prepared
 from lab.benchmarks import clock
-from lab.benchmarks.engines import check_checkout, check_vanilla, nanogpt
+from lab.benchmarks.engines import check_vanilla, nanogpt
 from lab.benchmarks.setting import model_config, run_facts
 from lab.benchmarks.steps import TrainingSteps
 from model import GPT
@@ -108,11 +108,8 @@ def profile(step) -> None:
 def run(s, data_root: Path) -> dict:
     """Time (or profile) training steps. Returns the document that --json prints."""
     at_least(s, batch_size=1)
-    if s.against:
-        if s.profile:
-            raise UserError(f'against={s.against!r}: nothing is compared under the profiler')
-        check_checkout(s.nanogpt)
     step = training_steps(s, data_root)
+    theirs = training_steps(s, data_root, theirs=True) if s.against else None
     settings = ('compile', 'batch_size', 'block_size', 'window_size', 'layer_pattern', 'n_kv_head',
                 'real_data')
     dtype = str(pick_dtype(s.dtype, step.device)).removeprefix('torch.')
@@ -124,8 +121,8 @@ def run(s, data_root: Path) -> dict:
         return document | {'trace': str(TRACES)}
 
     run_steps(step, BURN_IN)
-    if s.against:
-        seconds, found = compared(step, training_steps(s, data_root, theirs=True), s)
+    if theirs:
+        seconds, found = compared(step, theirs, s)
         document |= found
     else:
         seconds = run_steps(step, TIMED)

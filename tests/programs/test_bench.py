@@ -214,14 +214,14 @@ def test_against_transformers(capsys):
 
 def test_nothing_is_timed_where_the_logits_differ(monkeypatch):
     pytest.importorskip('transformers')
-    build = engines.hugging_face
+    build = engines.hf_model
 
     def slightly_wrong(ours):
         model = build(ours)
         with torch.no_grad():
             model.transformer.h[1].mlp.c_fc.bias += 0.1
         return model
-    monkeypatch.setattr(engines, 'hugging_face', slightly_wrong)
+    monkeypatch.setattr(engines, 'hf_model', slightly_wrong)
     with pytest.raises(UserError, match="against='hf'.* logits that differ by"):
         bench.main(flags(VANILLA | dict(mode='decode', against='hf')))
 
