@@ -60,7 +60,7 @@ def poisoned(model, p, row, idx, cache) -> bool:
     return bool(shows)
 
 
-@CONFIGS
+@pytest.mark.parametrize('config', [VANILLA, FULL_STACK], ids=['vanilla', 'full stack'])
 def test_weights_read_are_those_that_a_step_cannot_do_without(config):
     model = random_model(GPTConfig(**config), torch.float32)
     assert really_read(model, 2, 7) == weight_read_bytes(model, 2)
