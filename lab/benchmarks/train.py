@@ -10,7 +10,7 @@ import statistics
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, schedule, tensorboard_trace_handler
+from torch.profiler import schedule, tensorboard_trace_handler
 
 from config.errors import UserError, at_least
 from data.tokenfiles import is_prepared
@@ -90,17 +90,15 @@ def compared(ours, theirs, s) -> tuple[list[float], dict]:
 def profile(step) -> None:
     """Profile with nanoGPT's schedule: 5 steps without profiler, 5 to warm it up, 5 recorded.
     Prints a table and writes a trace."""
-    cuda = step.device.type == 'cuda'
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
     steps = schedule(wait=5, warmup=5, active=5, repeat=1)
     write_trace = tensorboard_trace_handler(str(TRACES), worker_name='bench')
-    with torch.profiler.profile(activities=activities, schedule=steps, with_flops=True,
+    with torch.profiler.profile(schedule=steps, with_flops=True,
                                 on_trace_ready=write_trace) as profiler:
         for k in range(15):
             step()
             print(f'{k}/15 loss: {step.losses[-1]:.4f}', flush=True)
             profiler.step()
-    slowest = f'self_{"device" if cuda else "cpu"}_time_total'
+    slowest = f'self_{"device" if step.device.type == "cuda" else "cpu"}_time_total'
     print(profiler.key_averages().table(sort_by=slowest, row_limit=15, max_name_column_width=40))
     print(f'trace written to {TRACES}/')
 
