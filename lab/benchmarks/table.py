@@ -87,9 +87,9 @@ TABLES = {
             'allocator': '{memory[allocated_peak]:,.0f/1e6}',  # on CUDA
             'gradients off by': '{gradient_difference:.0e}'})],
     'kernels': [
-        ('attention of one token a row, {heads[0]} query heads over {heads[1]} of {heads[2]}; share '
-         "of a copy's {rates[copy_bytes_per_second]:,.0f/1e9} GB/s, error relative to the largest "
-         'value', 'decode', {'keys': '{context:,}'} | SIDE | {
+        ('attention of one token a row, {heads[0]} query heads over {heads[1]} of {heads[2]}; '
+         "share of a copy's {rates[copy_bytes_per_second]:,.0f/1e9} GB/s, error relative to the "
+         'largest value', 'decode', {'keys': '{context:,}'} | SIDE | {
             'us': '{ms:,.1f/.001}', 'GB/s': '{bytes_per_second:,.0f/1e9}',
             'share, %': '{share:.0f/.01}', 'error': '{error:.0e}', 'failed': '{failed}'}),
         ('QK-norm, RoPE, int8 and write, one token a row', 'write',
