@@ -20,12 +20,10 @@ import torch
 from config.errors import UserError
 from config.gpt_config import NANOGPT_FIELDS, GPTConfig
 from engine.steps.decode import fast_decode
-from interop.huggingface import TRANSPOSED
+from interop.export import hf_model
 from lab.benchmarks import clock, setting
 from training.device import synchronize
 
-# our gelu -> activation_function of transformers' GPT2Config
-ACTIVATIONS = {'exact': 'gelu', 'tanh': 'gelu_new'}
 # name in the tables -> generate's cache_implementation
 HF_CACHES = {'hf dynamic': None, 'hf static': 'static'}
 
@@ -80,11 +78,10 @@ class Ours:
 
 class HuggingFace:
     """transformers' GPT2LMHeadModel, with each of its caches."""
-    install = 'pip install transformers'
     exact, tolerance = tuple(HF_CACHES), 1e-4  # sides whose float32 logits are compared
 
     def __init__(self, ours, _folder, _stack):
-        self.ours, self.model = ours, hugging_face(ours)
+        self.ours, self.model = ours, hf_model(ours)
 
     def facts(self) -> dict:
         return {'transformers': version('transformers'),
@@ -147,46 +144,24 @@ def check_vanilla(config, against: str) -> None:
                         'the gain of the memory settings')
 
 
-def hugging_face(ours):
-    """Return a GPT2LMHeadModel in eval mode with the weights of `ours` (vanilla, with biases)."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-    from transformers.utils import logging
-    logging.set_verbosity_error()
-    c = ours.config
-    model = GPT2LMHeadModel(GPT2Config(
-        vocab_size=c.vocab_size, n_positions=c.block_size, n_embd=c.n_embd, n_layer=c.n_layer,
-        n_head=c.n_head, n_inner=c.resolved_mlp_hidden, activation_function=ACTIVATIONS[c.gelu],
-        bos_token_id=None, eos_token_id=None, attn_implementation='sdpa'))
-    model.load_state_dict({name: x.t() if name.endswith(TRANSPOSED) else x
-                           for name, x in ours.state_dict().items()})
-    return model.eval()
-
-
-def check_checkout(folder: str) -> Path:
-    """Return the model.py of nanoGPT's checkout. UserError: if there is none."""
+def nanogpt_module(folder: str):
+    """Return the module model.py of nanoGPT's checkout. UserError: if there is none."""
     path = Path(folder) / 'model.py'
     if not folder or not path.is_file():
         raise UserError(f"nanogpt={folder!r}: against='nanogpt' needs the folder of a nanoGPT "
                         'checkout, with its model.py')
-    return path
-
-
-def nanogpt(ours, folder: str):
-    """Return nanoGPT's own GPT, from the checkout in `folder`, with our weights, in eval mode.
-
-    Raises:
-        UserError: if there is no nanoGPT in `folder`.
-    """
-    path = check_checkout(folder)
     spec = importlib.util.spec_from_file_location('nanogpt_model', path)
     module = importlib.util.module_from_spec(spec)
     sys.modules['nanogpt_model'] = module  # needed by dataclasses
     spec.loader.exec_module(module)
+    return module
+
+
+def nanogpt(ours, folder: str):
+    """Return nanoGPT's own GPT, from the checkout in `folder`, with our weights, in eval mode."""
+    module = nanogpt_module(folder)
     with contextlib.redirect_stdout(sys.stderr):  # it prints its size
         fields = {name: getattr(ours.config, name) for name in NANOGPT_FIELDS}
         model = module.GPT(module.GPTConfig(**fields))
-    missing, unknown = model.load_state_dict(ours.state_dict(), strict=False)
-    # its state dict may contain causal masks
-    if unknown or any(not name.endswith('attn.bias') for name in missing):
-        raise UserError(f"nanogpt={folder!r}: its model.py is not nanoGPT's (other tensor names)")
+    model.load_state_dict(ours.state_dict(), strict=False)  # its own may contain causal masks
     return model.eval()

@@ -60,8 +60,7 @@ def check_settings(s) -> None:
              'device': cpu and pick_device(s.device).type != 'cpu'}
     for name in filter(wrong.get, wrong):
         raise UserError(f'{name}={getattr(s, name)!r} cannot be compared with against='
-                        f'{s.against!r}. It takes at least 2 steps; nothing is compiled. llama.cpp '
-                        'runs on the CPU, and others have K, V and weights in the compute dtype')
+                        f'{s.against!r}')
 
 
 def with_biases(config) -> GPT:

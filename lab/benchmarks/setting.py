@@ -33,16 +33,11 @@ AGAINST = {  # mode -> what it can be compared with
 
 
 def check_against(s) -> None:
-    """Raise UserError if the mode does not support the given comparison, checkout or budget."""
+    """Raise UserError if the mode does not support the given comparison."""
     allowed = AGAINST.get(s.mode, ())
     if s.against and s.against not in allowed:
         named = ', '.join(map(repr, allowed)) or 'nothing'
         raise UserError(f'against={s.against!r}: mode={s.mode!r} is compared with {named}')
-    if s.nanogpt and s.against != 'nanogpt':
-        raise UserError(f"nanogpt={s.nanogpt!r} is a checkout to compare with: it needs "
-                        "against='nanogpt'")
-    if s.budget and s.mode != 'decode':
-        raise UserError(f"budget={s.budget!r}: has an effect only in mode='decode'")
 
 
 def compiles(s) -> bool:

@@ -4,7 +4,8 @@
 
 A column is a format string of a row, which is a cell with one side: '{ms:,.1f}' of a summary is
 '29.1 (28.8-31.0)', '{ms[median]:,.1f}' its median alone, and '{kv_bytes:,.2f/1e6}' is divided by a
-million first. A column whose key the row lacks is empty.
+million first. A column is empty in rows that lack its key, and left out if it is empty in all. A
+title is a format string of the document.
 """
 import json
 import string
@@ -32,6 +33,76 @@ WHOLE_RATE = {'tokens/s': '{tokens_per_second[median]:,.0f}'}
 FASTER = {'ours faster, x': '{ratios[tokens_per_second]:.2f}'}  # than the side in the row
 FASTER_TTFT = {'ours faster, x': '{ratios[ttft]:.2f}'}
 EQUAL = '{rows_equal} of {rows}'
+POLICY = {'model': '{model}', 'T': '{context:,}', 'B': '{batch:,}', 'policy': '{side}'}
+SECONDS = {'side': '{side}', 'seconds': '{seconds:.3f}'} | WHOLE_RATE | FASTER
+REQUESTS = '{requests} requests of {shortest} to {longest} new tokens ({total:,} in all)'
+VLLM = ', median (min-max); vLLM in {vllm_dtype}'
+
+# kind of document (`kind_of`) -> its tables: title, where the rows come from (`rows_of`), columns
+TABLES = {
+    'generation': [
+        ('generations with the same weights and prompts, median (min-max)', 'cells', PROMPT | {
+            'TTFT, ms': '{ttft_ms[median]:.0f}', 'TPOT, ms': '{tpot_ms:.1f}'} | RATE | FASTER | {
+            'equal rows': EQUAL})],
+    'decode': [
+        ('sequences within {budget:,} bytes of K/V, allocated', 'capacity', {
+            'context': '{context:,}', 'side': '{side}', 'sequences': '{sequences:,}',
+            'bytes': '{kv_bytes:,}', 'with one more': '{kv_bytes_of_one_more:,}',
+            'ours holds, x': '{times:.1f}'}),
+        ('time per output token, median (min-max)', 'cells', {'context': '{context:,}'} | SIDE | {
+            'TPOT, ms': '{tpot_ms:.1f}'} | RATE | FASTER),
+        ('MB held, and read per step; share of the bandwidth measured in the same rounds', 'cells',
+         {'context': '{context:,}'} | SIDE | {
+            'K/V held': '{kv_bytes:,.2f/1e6}', 'K/V read': '{kv_read_bytes_per_step:,.2f/1e6}',
+            'weights read': '{weight_read_bytes_per_step:,.2f/1e6}',
+            'GB/s': '{read_bytes_per_second[median]:.1f/1e9}',
+            'share, %': '{bandwidth_share:.0f/.01}'})],
+    'prefill': [
+        ('time to first token, median (min-max); prompts {pieces}', 'cells', PROMPT | {
+            'TTFT, ms': '{ttft_ms:.1f}'} | WHOLE_RATE | {'K/V, MB': '{kv_bytes:,.2f/1e6}'}
+            | FASTER_TTFT)],
+    'prefill against vllm': [
+        ('time to first token; again: with {message} tokens more, edited: the last 2% exchanged'
+         + VLLM, 'cells', {'prompt': '{context:,}', 'state': '{prompt}'} | SECONDS)],
+    'serve': [
+        (REQUESTS + ', median (min-max)', 'cells', {
+            'prompt': '{context:,}', 'rows': '{batch:,}', 'side': '{side}',
+            'tokens/s': '{tokens_per_second:,.1f}', 'first token, ms': '{ttft_ms[median]:,.0f}',
+            'K/V held, MB': '{kv_held_bytes:,.2f/1e6}'} | FASTER | {'equal texts': EQUAL})],
+    'serve against vllm': [
+        (REQUESTS + VLLM, 'cells', {'prompt': '{context:,}', 'rows': '{rows}'} | SECONDS)],
+    'lengths': [
+        ('a training step, median (min-max); recompute {recompute}', 'cells', {
+            'T': '{context:,}'} | SIDE | {'step, ms': '{step_ms:,.0f}'} | WHOLE_RATE | {
+            'model TFLOP/s': '{model_tflops_per_second[median]:.3f}'} | FASTER)],
+    'recompute': [
+        ("a training step by recomputation policy, median (min-max); 'time, x' is that of 'none'",
+         'cells', POLICY | {'step, ms': '{step_ms:,.0f}'} | WHOLE_RATE | {
+            'time, x': '{ratios[step_time]:.2f}'}),
+        ("MB that it holds; 'saved' is of the activations of 'none'; gradients against those of "
+         "'none'", 'cells', POLICY | {
+            'activations': '{memory[activations]:,.0f/1e6}',
+            'saved, %': '{activations_saved:.1f/.01}',
+            'logits, loss': '{memory[loss_peak]:,.0f/1e6}', 'peak': '{memory[peak]:,.0f/1e6}',
+            'allocator': '{memory[allocated_peak]:,.0f/1e6}',  # on CUDA
+            'gradients off by': '{gradient_difference:.0e}'})],
+    'kernels': [
+        ('attention of one token a row, {heads[0]} query heads over {heads[1]} of {heads[2]}; '
+         "share of a copy's {rates[copy_bytes_per_second]:,.0f/1e9} GB/s, error relative to the "
+         'largest value', 'decode', {'keys': '{context:,}'} | SIDE | {
+            'us': '{ms:,.1f/.001}', 'GB/s': '{bytes_per_second:,.0f/1e9}',
+            'share, %': '{share:.0f/.01}', 'error': '{error:.0e}', 'failed': '{failed}'}),
+        ('QK-norm, RoPE, int8 and write, one token a row', 'write',
+         SIDE | {'us': '{ms:,.1f/.001}'})],
+    'chat': [
+        ('bytes kept of one dialogue, everything included, against vanilla GPT-2 in bfloat16',
+         'bytes', {
+            'page': '{page_size}', 'kept': '{kept}', 'tokens': '{tokens:,}',
+            'messages': '{messages}', 'MB': '{held_nbytes:,.2f/1e6}',
+            'vanilla, MB': '{vanilla_nbytes:,.2f/1e6}', 'smaller, x': '{smaller:.1f}'}),
+        ('time to the first token of a message of {message} tokens, median (min-max)', 'cells', {
+            'past': '{context:,}', 'side': '{side}', 'TTFT, ms': '{ttft_ms:,.1f}'} | FASTER_TTFT)],
+}
 
 
 class Column(string.Formatter):
@@ -48,148 +119,50 @@ class Column(string.Formatter):
     def text(self, column: str, row: dict) -> str:
         try:
             return self.vformat(column, (), row)
-        except KeyError:
+        except (KeyError, TypeError):  # TypeError: the value is None
             return ''
 
 
-def make_table(title: str, rows, columns: dict) -> Table:
-    """columns: heading -> format string."""
-    formatter = Column()
-    cells = [tuple(formatter.text(column, row) for column in columns.values()) for row in rows]
-    return Table(title, tuple(columns), cells, LEFT)
-
-
-def rows_of(cells, sides: str = 'sides') -> list[dict]:
-    """A row for each side of each cell, with the ratios of that side only."""
+def rows_of(document: dict, source: str) -> list[dict]:
+    """The rows of a table: one for each side of each cell, with the ratios of that side only."""
+    if source == 'bytes':
+        return [row | {'kept': 'anchors' if row['compact'] else 'all positions'}
+                for row in document['bytes']]
     rows = []
-    for cell in cells:
-        for name, side in cell[sides].items():
-            ratios = {key: each[name] for key, each in cell.get('ratios', {}).items()
-                      if name in each}
-            rows.append(cell | side | {'side': name, 'ratios': ratios})
+    for cell in document['cells' if source == 'capacity' else source]:
+        sides = cell.get('capacity', {}) if source == 'capacity' else cell['sides']
+        for name, side in sides.items():
+            row = cell | side | {'side': name}
+            row['ratios'] = {key: each[name] for key, each in cell.get('ratios', {}).items()
+                             if name in each}
+            if source == 'capacity' and name != 'ours':
+                row['times'] = sides['ours']['sequences'] / side['sequences']
+            rows.append(row)
     return rows
 
 
-# -- tables by mode --------------------------------------------------------------------------------
-
-def decode_tables(document, rows) -> list[Table]:
-    if 'bandwidth' not in document:
-        title = 'generations with the same weights and prompts, median (min-max)'
-        return [make_table(title, rows, PROMPT | {
-            'TTFT, ms': '{ttft_ms[median]:.0f}', 'TPOT, ms': '{tpot_ms:.1f}'}
-            | RATE | FASTER | {'equal rows': EQUAL})]
-
-    tables, cell = [], {'context': '{context:,}'} | SIDE
-    if document['budget']:
-        fits = rows_of(document['cells'], 'capacity')
-        for row in fits:
-            if row['side'] != 'ours':
-                row['times'] = row['capacity']['ours']['sequences'] / row['sequences']
-        title = f"sequences within {document['budget']:,} bytes of K/V, allocated"
-        tables.append(make_table(title, fits, {
-            'context': '{context:,}', 'side': '{side}', 'sequences': '{sequences:,}',
-            'bytes': '{kv_bytes:,}', 'with one more': '{kv_bytes_of_one_more:,}',
-            'ours holds, x': '{times:.1f}'}))
-
-    title = 'MB held, and read per step; share of the bandwidth measured in the same rounds'
-    return tables + [
-        make_table('time per output token, median (min-max)', rows,
-                   cell | {'TPOT, ms': '{tpot_ms:.1f}'} | RATE | FASTER),
-        make_table(title, rows, cell | {
-            'K/V held': '{kv_bytes:,.2f/1e6}', 'K/V read': '{kv_read_bytes_per_step:,.2f/1e6}',
-            'weights read': '{weight_read_bytes_per_step:,.2f/1e6}',
-            'GB/s': '{read_bytes_per_second[median]:.1f/1e9}',
-            'share, %': '{bandwidth_share:.0f/.01}'})]
-
-
-def prefill_tables(document, rows) -> list[Table]:
+def kind_of(document: dict) -> str:
     if document['against'] == 'vllm':
-        title = (f"time to first token; again: with {document['message']} tokens more, "
-                 'edited: the last 2% exchanged')
-        return [vllm_table(document, rows, title, {'state': '{prompt}'})]
-    chunk = document['prefill_chunk']
-    pieces = f'{chunk:,} tokens at a time' if chunk else 'in one piece'
-    title = f'time to first token, median (min-max); prompts {pieces}'
-    return [make_table(title, rows, PROMPT | {'TTFT, ms': '{ttft_ms:.1f}'} | WHOLE_RATE | {
-        'K/V, MB': '{kv_bytes:,.2f/1e6}'} | FASTER_TTFT)]
+        return f"{document['mode']} against vllm"
+    peer = document['mode'] == 'decode' and 'bandwidth' not in document
+    return 'generation' if peer else document['mode']
 
 
-def serve_tables(document, rows) -> list[Table]:
-    lengths = document['output_lengths']
-    title = (f"{document['requests']} requests of {min(lengths)} to {max(lengths)} new tokens "
-             f'({sum(lengths):,} in all)')
-    if document['against'] == 'vllm':
-        return [vllm_table(document, rows, title, {'rows': '{rows}'})]
-    return [make_table(f'{title}, median (min-max)', rows, {
-        'prompt': '{context:,}', 'rows': '{batch:,}', 'side': '{side}',
-        'tokens/s': '{tokens_per_second:,.1f}', 'first token, ms': '{ttft_ms[median]:,.0f}',
-        'K/V held, MB': '{kv_held_bytes:,.2f/1e6}'} | FASTER | {'equal texts': EQUAL})]
-
-
-def vllm_table(document, rows, title: str, second: dict) -> Table:
-    """second: the second column."""
-    title = f"{title}, median (min-max); vLLM in {document['vllm_dtype']}"
-    return make_table(title, rows, {'prompt': '{context:,}'} | second | {
-        'side': '{side}', 'seconds': '{seconds:.3f}'} | WHOLE_RATE | FASTER)
-
-
-def lengths_tables(document, rows) -> list[Table]:
-    title = f"a training step, median (min-max); recompute {document['recompute']}"
-    return [make_table(title, rows, {'T': '{context:,}'} | SIDE | {
-        'step, ms': '{step_ms:,.0f}'} | WHOLE_RATE | {
-        'model TFLOP/s': '{model_tflops_per_second[median]:.3f}'} | FASTER)]
-
-
-def recompute_tables(document, rows) -> list[Table]:
-    columns = {'model': '{model}', 'T': '{context:,}', 'B': '{batch:,}', 'policy': '{side}'}
-    memory = columns | {
-        'activations': '{memory[activations]:,.0f/1e6}', 'saved, %': '{activations_saved:.1f/.01}',
-        'logits, loss': '{memory[loss_peak]:,.0f/1e6}', 'peak': '{memory[peak]:,.0f/1e6}'}
-    if any(row['memory'].get('allocated_peak') for row in rows):
-        memory['allocator'] = '{memory[allocated_peak]:,.0f/1e6}'  # on CUDA
-    memory['gradients off by'] = '{gradient_difference:.0e}'
-    title = "a training step by recomputation policy, median (min-max); 'time, x' is that of 'none'"
-    return [make_table(title, rows, columns | {'step, ms': '{step_ms:,.0f}'} | WHOLE_RATE | {
-                'time, x': '{ratios[step_time]:.2f}'}),
-            make_table("MB that it holds; 'saved' is of the activations of 'none'; "
-                       "gradients against those of 'none'", rows, memory)]
-
-
-def kernel_tables(document, _) -> list[Table]:
-    H, n_kv_head, D = document['heads']
-    rate = document['rates']['copy_bytes_per_second']
-    shape = f'{H} query heads over {n_kv_head} of {D}'
-    title = (f"attention of one token a row, {shape}; share of a copy's {rate / 1e9:,.0f} GB/s, "
-             'error relative to the largest value')
-    return [
-        make_table(title, rows_of(document['decode']), {'keys': '{context:,}'} | SIDE | {
-            'us': '{ms:,.1f/.001}', 'GB/s': '{bytes_per_second:,.0f/1e9}',
-            'share, %': '{share:.0f/.01}', 'error': '{error:.0e}', 'failed': '{failed}'}),
-        make_table('QK-norm, RoPE, int8 and write, one token a row', rows_of(document['write']),
-                   SIDE | {'us': '{ms:,.1f/.001}'})]
-
-
-def chat_tables(document, rows) -> list[Table]:
-    sizes = [row | {'kept': 'anchors' if row['compact'] else 'all positions'}
-             for row in document['bytes']]
-    title = 'bytes kept of one dialogue, everything included, against vanilla GPT-2 in bfloat16'
-    return [
-        make_table(title, sizes, {
-            'page': '{page_size}', 'kept': '{kept}', 'tokens': '{tokens:,}',
-            'messages': '{messages}', 'MB': '{held_nbytes:,.2f/1e6}',
-            'vanilla, MB': '{vanilla_nbytes:,.2f/1e6}', 'smaller, x': '{smaller:.1f}'}),
-        make_table(f"time to the first token of a message of {document['message']} tokens, "
-                   'median (min-max)', rows, {'past': '{context:,}', 'side': '{side}',
-                                              'TTFT, ms': '{ttft_ms:,.1f}'} | FASTER_TTFT)]
-
-
-TABLES = {'decode': decode_tables, 'prefill': prefill_tables, 'serve': serve_tables,
-          'lengths': lengths_tables, 'recompute': recompute_tables, 'kernels': kernel_tables,
-          'chat': chat_tables}
-
-
-def tables(document) -> list[Table]:
-    return TABLES[document['mode']](document, rows_of(document.get('cells', ())))
+def tables(document: dict) -> list[Table]:
+    lengths, chunk = document.get('output_lengths') or [0], document.get('prefill_chunk')
+    facts = document | {
+        'shortest': min(lengths), 'longest': max(lengths), 'total': sum(lengths),
+        'pieces': f'{chunk:,} tokens at a time' if chunk else 'in one piece'}
+    found, formatter = [], Column()
+    for title, source, columns in TABLES[kind_of(document)]:
+        rows = rows_of(document, source)
+        cells = {heading: [formatter.text(column, row) for row in rows]
+                 for heading, column in columns.items()}
+        cells = {heading: texts for heading, texts in cells.items() if any(texts)}
+        if rows:
+            found.append(Table(formatter.text(title, facts), tuple(cells),
+                               list(zip(*cells.values())), LEFT))
+    return found
 
 
 # -- the document ----------------------------------------------------------------------------------

@@ -10,12 +10,12 @@ import statistics
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, schedule, tensorboard_trace_handler
+from torch.profiler import schedule, tensorboard_trace_handler
 
 from config.errors import UserError, at_least
 from data.tokenfiles import is_prepared
 from lab.benchmarks import clock
-from lab.benchmarks.engines import check_checkout, check_vanilla, nanogpt
+from lab.benchmarks.engines import check_vanilla, nanogpt
 from lab.benchmarks.setting import model_config, run_facts
 from lab.benchmarks.steps import TrainingSteps
 from model import GPT
@@ -90,17 +90,15 @@ def compared(ours, theirs, s) -> tuple[list[float], dict]:
 def profile(step) -> None:
     """Profile with nanoGPT's schedule: 5 steps without profiler, 5 to warm it up, 5 recorded.
     Prints a table and writes a trace."""
-    cuda = step.device.type == 'cuda'
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
     steps = schedule(wait=5, warmup=5, active=5, repeat=1)
     write_trace = tensorboard_trace_handler(str(TRACES), worker_name='bench')
-    with torch.profiler.profile(activities=activities, schedule=steps, with_flops=True,
+    with torch.profiler.profile(schedule=steps, with_flops=True,
                                 on_trace_ready=write_trace) as profiler:
         for k in range(15):
             step()
             print(f'{k}/15 loss: {step.losses[-1]:.4f}', flush=True)
             profiler.step()
-    slowest = f'self_{"device" if cuda else "cpu"}_time_total'
+    slowest = f'self_{"device" if step.device.type == "cuda" else "cpu"}_time_total'
     print(profiler.key_averages().table(sort_by=slowest, row_limit=15, max_name_column_width=40))
     print(f'trace written to {TRACES}/')
 
@@ -108,11 +106,8 @@ def profile(step) -> None:
 def run(s, data_root: Path) -> dict:
     """Time (or profile) training steps. Returns the document that --json prints."""
     at_least(s, batch_size=1)
-    if s.against:
-        if s.profile:
-            raise UserError(f'against={s.against!r}: nothing is compared under the profiler')
-        check_checkout(s.nanogpt)
     step = training_steps(s, data_root)
+    theirs = training_steps(s, data_root, theirs=True) if s.against else None
     settings = ('compile', 'batch_size', 'block_size', 'window_size', 'layer_pattern', 'n_kv_head',
                 'real_data')
     dtype = str(pick_dtype(s.dtype, step.device)).removeprefix('torch.')
@@ -124,8 +119,8 @@ def run(s, data_root: Path) -> dict:
         return document | {'trace': str(TRACES)}
 
     run_steps(step, BURN_IN)
-    if s.against:
-        seconds, found = compared(step, training_steps(s, data_root, theirs=True), s)
+    if theirs:
+        seconds, found = compared(step, theirs, s)
         document |= found
     else:
         seconds = run_steps(step, TIMED)

@@ -14,11 +14,13 @@ from lab.benchmarks.table import TABLES, section
 from lab.tables import Table
 
 RESULTS = {'failure': 'failed', 'error': 'failed', 'skipped': 'skipped'}  # elements of junit XML
+TRAINING = ('median_ms', 'tokens_per_second', 'model_tflops_per_second', 'mfu', 'first_loss',
+            'last_loss', 'trace')
 
 
 def tests(files: list[Path]) -> str:
-    """How many tests passed, and a table of those that did not."""
-    rows, counts = [], Counter()
+    """How many tests passed, and a list of those that did not."""
+    lines, counts = [], Counter()
     for file in files:
         for case in ElementTree.parse(file).iter('testcase'):
             found = next((child for child in case if child.tag in RESULTS), None)
@@ -26,12 +28,8 @@ def tests(files: list[Path]) -> str:
             counts[result] += 1
             if found is not None:
                 why = (found.get('message') or '').partition('\n')[0][:200]
-                rows.append((f"{case.get('classname')}.{case.get('name')}", result, why))
-    summary = ', '.join(f'{n} {result}' for result, n in sorted(counts.items())) + '\n'
-    if not rows:
-        return summary
-    columns = ('test', 'result', 'why')
-    return summary + '\n' + Table('', columns, sorted(rows), columns).markdown() + '\n'
+                lines.append(f"- {result}: {case.get('classname')}.{case.get('name')}: {why}\n")
+    return ', '.join(f'{n} {result}' for result, n in counts.items()) + '\n\n' + ''.join(lines)
 
 
 def measured(name: str, document: dict) -> str:
@@ -41,8 +39,7 @@ def measured(name: str, document: dict) -> str:
     if 'text' in document:
         return title + f"```\n{document['text'].rstrip()}\n```\n"
     if document.get('mode') == 'train':
-        names = [key for key in ('median_ms', 'tokens_per_second', 'model_tflops_per_second', 'mfu',
-                                 'first_loss', 'last_loss', 'trace') if key in document]
+        names = [key for key in TRAINING if key in document]
         document = {'columns': names, 'rows': [[str(document[key]) for key in names]]}
     return title + Table('', document['columns'], document['rows'], ()).markdown() + '\n'
 

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch.profiler import ProfilerActivity
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -85,8 +84,7 @@ def profile(batch: int) -> dict:
 
     for _ in range(3):
         steps()
-    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profiler:
+    with torch.profiler.profile() as profiler:
         steps()
     table = profiler.key_averages().table('self_device_time_total', row_limit=30,
                                           max_name_column_width=60)

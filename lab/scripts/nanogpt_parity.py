@@ -7,7 +7,7 @@ speed, the CPU recipe.
 
 Keeps nothing of nanoGPT. Writes results/nanogpt/PART.json.
 """
-import importlib.util
+import argparse
 import os
 import platform
 import re
@@ -26,10 +26,12 @@ sys.path.insert(0, str(ROOT))
 from config.errors import UserError
 from configurator import run_program
 from data.datasets import DATA_ROOT, ensure_dataset
-from data.tokenfiles import open_tokens
+from data.tokenfiles import TokenSplit
+from lab.benchmarks.engines import nanogpt_module
 from lab.files import write_json
 from model import GPT
 from training.checkpoint import load_checkpoint
+from training.evaluate import forward, judge, spread_windows
 from training.load_model import model_of
 
 RESULTS = ROOT / 'results' / 'nanogpt'
@@ -67,11 +69,7 @@ class Programs:
 
     def nanogpt_model(self, path: Path):
         """nanoGPT's own GPT with the checkpoint at `path`, loaded as its sample.py does."""
-        source = self.folders['nanoGPT'] / 'model.py'
-        spec = importlib.util.spec_from_file_location('nanogpt_model', source)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules['nanogpt_model'] = module  # needed by dataclasses
-        spec.loader.exec_module(module)
+        module = nanogpt_module(str(self.folders['nanoGPT']))
         checkpoint = torch.load(path, weights_only=True)
         model = module.GPT(module.GPTConfig(**checkpoint['model_args']))
         model.load_state_dict(checkpoint['model'])
@@ -80,17 +78,6 @@ class Programs:
 
 def our_model(path: Path) -> GPT:
     return model_of(load_checkpoint(path), path).eval()
-
-
-@torch.inference_mode()
-def whole_split_loss(model, tokens, block_size, batch_size=16) -> float:
-    """Mean loss in nats per token over an entire split, in windows that do not overlap. A remainder
-    shorter than a window is omitted."""
-    ids = torch.from_numpy(tokens.astype('int64'))
-    windows, total = ids.unfold(0, block_size + 1, block_size), 0.0
-    for rows in windows.split(batch_size):
-        total += model(rows[:, :-1], rows[:, 1:])[1].item() * len(rows)
-    return total / len(windows)
 
 
 def losses(output: str) -> dict[int, float]:
@@ -168,12 +155,13 @@ def speed(programs: Programs, rounds: int = 7, steps: int = 150) -> dict:
 def recipe(programs: Programs) -> dict:
     """Run nanoGPT's CPU recipe to the end, and evaluate the best checkpoint (both programs select
     it on 20 batches) on the entire validation split."""
-    tokens = open_tokens(DATA_ROOT / 'shakespeare_char' / 'val.bin')
+    tokens = TokenSplit([DATA_ROOT / 'shakespeare_char' / 'val.bin'])
     found = {'published': 1.88, 'val_tokens': len(tokens)}
     for name in programs.outs:
         path, output = programs.train(name, 'recipe')
         logged = [float(x) for x in re.findall(r'val loss ([\d.]+)', output)]
-        found[name] = {'val_loss': whole_split_loss(our_model(path), tokens, 64),
+        windows = spread_windows(tokens, 64)
+        found[name] = {'val_loss': judge(forward(our_model(path)), windows).loss,
                        'logged_val_losses': logged}
     return found
 
@@ -182,18 +170,19 @@ PARTS = {'curves': curves, 'exchange': exchange, 'speed': speed, 'recipe': recip
 
 
 def main(argv=None):
-    folder, *parts = (sys.argv[1:] if argv is None else argv) or ['']
-    nanogpt, parts = Path(folder), parts or list(PARTS)
-    if not folder or not (nanogpt / 'model.py').is_file() or not PARTS.keys() >= set(parts):
-        raise UserError(f"give a checkout of nanoGPT, and parts of {', '.join(PARTS)}")
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('nanogpt', type=Path, help='a checkout of nanoGPT')
+    parser.add_argument('parts', nargs='*', choices=PARTS)
+    args = parser.parse_args(argv)
 
-    command = ['git', '-C', folder, 'rev-parse', '--short', 'HEAD']
+    command = ['git', '-C', str(args.nanogpt), 'rev-parse', '--short', 'HEAD']
     commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     facts = {'nanogpt': commit, 'hardware': f'{os.cpu_count()} CPU cores ({platform.machine()})',
              'threads': torch.get_num_threads(), 'torch': torch.__version__, 'arguments': RECIPE}
     with tempfile.TemporaryDirectory() as work:
-        programs = Programs(nanogpt, Path(work))
-        for part in parts:
+        programs = Programs(args.nanogpt, Path(work))
+        for part in args.parts or PARTS:
             write_json(RESULTS / f'{part}.json', facts | PARTS[part](programs))
 
 

@@ -8,15 +8,16 @@ wait, which would count as CPU time.
 """
 import json
 import os
-import statistics
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from configurator import run_program
+from lab.benchmarks.clock import alternate, paired
 from lab.benchmarks.setting import processor
 from lab.sessions import servers
 from lab.sessions.client import Client
@@ -46,19 +47,16 @@ def microseconds(server, url: str, streams: int, watched: int, tokens: int) -> f
 
 
 def main():
-    port = servers.free_port()
-    url, cases = f'http://127.0.0.1:{port}', {}
-    command = [sys.executable, 'serve.py', *sys.argv[1:], f'--port={port}', f'--parallel={ROWS}',
-               '--log_requests=False']
-    how = {'cwd': ROOT, 'env': os.environ | {'OMP_NUM_THREADS': '1'}}
-    with servers.running(command, url, **how) as server:
+    port, cases = servers.free_port(), {}
+    url = f'http://127.0.0.1:{port}'
+    command = ['env', 'OMP_NUM_THREADS=1', sys.executable, str(ROOT / 'serve.py'), *sys.argv[1:],
+               f'--port={port}', f'--parallel={ROWS}', '--log_requests=False']
+    with servers.running(command, url) as server:
         for name, (streams, watched, tokens) in CASES.items():
-            rounds = [[microseconds(server, url, streams, n, tokens) for n in (0, watched)]
-                      for _ in range(1 + ROUNDS)]
-            plain, watching = zip(*rounds[1:])  # the first round is a warm-up
-            cases[name] = {'plain_microseconds_per_token': plain,
-                           'watched_microseconds_per_token': watching,
-                           'ratio': statistics.median(b / a for a, b in rounds[1:])}
+            times = alternate({side: partial(microseconds, server, url, streams, n, tokens)
+                               for side, n in (('plain', 0), ('watched', watched))}, ROUNDS, name)
+            cases[name] = {f'{side}_microseconds_per_token': each for side, each in times.items()}
+            cases[name]['ratio'] = paired(times['watched'], times['plain'])['median']
     print(json.dumps({'arguments': sys.argv[1:], 'processor': processor(), 'rows': ROWS,
                       'rounds': ROUNDS, 'cases': cases}, indent=1))
 

@@ -3,26 +3,16 @@ import http.client
 import json
 import os
 import time
-import urllib.request
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
 from config.errors import UserError
 
 BUSY = 429, 503  # asked again after `Retry-After` seconds
 RETRY_S = 1.0    # if the server does not say when
-
-
-class NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A key goes to no other server than the one that was named."""
-
-    def redirect_request(self, *args):
-        return None
-
-
-OPENER = urllib.request.build_opener(NoRedirects, urllib.request.ProxyHandler({}))  # and no proxy
+# unlike urllib's, they follow no redirection (a key goes to no other server) and use no proxy
+CONNECTIONS = {'http': http.client.HTTPConnection, 'https': http.client.HTTPSConnection}
 
 
 class Failed(UserError):
@@ -52,15 +42,10 @@ class Client:
     """
 
     def __init__(self, url: str, timeout: float = 600.0, name: str = ''):
-        url = (url if '//' in url else f'http://{url}').rstrip('/')
-        try:
-            parts = urlsplit(url)
-            good = parts.scheme in ('http', 'https') and parts.hostname and parts.port != 0
-        except ValueError:
-            good = False
-        if not good:
+        self.address = urlsplit(url if '//' in url else f'http://{url}')
+        if self.address.scheme not in CONNECTIONS or not self.address.hostname:
             raise UserError(f'url={url!r}: must be like http://127.0.0.1:8000/v1')
-        self.url = url if parts.path else f'{url}/v1'
+        self.base = self.address.path.rstrip('/') or '/v1'
         self.timeout, self.name = timeout, name
 
     def model(self) -> str:
@@ -107,20 +92,19 @@ class Client:
         headers = {'Content-Type': 'application/json'}
         if key := os.environ.get('OPENAI_API_KEY'):
             headers['Authorization'] = f'Bearer {key}'
-        body = None if document is None else json.dumps(document).encode()
+        method, body = ('POST', json.dumps(document)) if document is not None else ('GET', None)
+        connect = CONNECTIONS[self.address.scheme]
         try:
-            request = urllib.request.Request(f'{self.url}/{path}', body, headers)
-            with OPENER.open(request, timeout=self.timeout) as response:
+            connection = connect(self.address.netloc, timeout=self.timeout)
+            connection.request(method, f'{self.base}/{path}', body, headers)
+            with closing(connection), connection.getresponse() as response:
+                if response.status != 200:
+                    failed = Failed(_message(response.status, response.read()))
+                    if response.status in BUSY:
+                        wait = response.headers.get('Retry-After') or ''
+                        failed.retry_s = float(wait) if wait.isdigit() else RETRY_S
+                    raise failed
                 yield response
-        except HTTPError as e:
-            data = b''
-            with e, suppress(OSError, http.client.HTTPException):
-                data = e.read()
-            failed = Failed(_message(e.code, data))
-            if e.code in BUSY:
-                wait = e.headers.get('Retry-After') or ''
-                failed.retry_s = float(wait) if wait.isdigit() else RETRY_S
-            raise failed from e
         except (OSError, http.client.HTTPException) as e:
             raise Failed(f'{type(e).__name__}: {e}') from e
 
@@ -138,11 +122,8 @@ class Client:
 
 def _take(data: bytes, answer: Answer) -> None:
     """Add one part of a stream."""
-    try:
-        document = json.loads(data)
-    except ValueError:
-        document = None
-    if not isinstance(document, dict) or document.get('error'):
+    document = json.loads(data)
+    if document.get('error'):
         raise Failed(_message(200, data))
     answer.usage = document.get('usage') or answer.usage
     for choice in document.get('choices') or ():

@@ -10,6 +10,7 @@ import time
 import numpy as np
 
 from config.errors import UserError
+from lab.benchmarks import clock
 from lab.sessions.client import Answer, Client, Failed
 from lab.sessions.known import Known
 from lab.sessions.trace import Session, Trace
@@ -91,60 +92,52 @@ class Replay:
     def __init__(self, trace: Trace, client: Client, prompts, users: int = 0, rate: float = 1.0):
         self.trace, self.client, self.prompts = trace, client, prompts
         self.users, self.rate = users, rate
-        self.known, self.records, self.stopped = Known(), [], threading.Event()
+        self.known, self.records = Known(), []
         self._lock = threading.Lock()
         self.model = client.model()
 
-    def run(self, show=lambda n: None) -> dict:
-        """Replay the trace, and call `show` after each request with the number of records.
+    def run(self, watch=lambda: None) -> dict:
+        """Replay the trace, and call `watch` after each request.
 
         An interruption (Ctrl-C) ends it. Raises UserError if the server does not say the ids that
         the prompts need."""
         in_order = sorted(self.trace.sessions, key=lambda session: session.requests[0].at)
         self._clock, self._first = time.perf_counter(), in_order[0].requests[0].at
-        waiting, errors = queue.SimpleQueue(), []
+        waiting, done = queue.SimpleQueue(), queue.SimpleQueue()  # sessions; records or an error
         for session in in_order:
             waiting.put(session)
 
         def user():
             try:
-                while not self.stopped.is_set():
-                    self._session(waiting.get_nowait(), show)
+                while True:
+                    self._session(waiting.get_nowait(), done)
             except queue.Empty:
                 pass
             except Exception as e:
-                errors.append(e)
+                done.put(e)
 
-        # daemons: an interrupted replay does not wait for replies
-        threads = [threading.Thread(target=user, daemon=True)
-                   for _ in range(min(self.users or len(in_order), len(in_order)))]
-        try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                while thread.is_alive() and not errors:
-                    thread.join(0.25)
-        finally:
-            self.stopped.set()
-        if errors:
-            raise errors[0]
+        for _ in range(min(self.users or len(in_order), len(in_order))):
+            # a daemon: an interrupted replay does not wait for replies
+            threading.Thread(target=user, daemon=True).start()
+        for _ in clock.progress(range(self.trace.n_requests), self.trace.name):
+            record = done.get()
+            if isinstance(record, Exception):
+                raise record
+            self.records.append(record)
+            watch()
         return self.summary()
 
-    def _session(self, session, show):
+    def _session(self, session, done):
         answers = {}
         for i, request in enumerate(session.requests):
             due = self._now() if self.users else (request.at - self._first) / self.rate
-            if self.stopped.wait(max(0.0, due - self._now())):
-                return
-            record = self._request(session, i, answers)
-            with self._lock:
-                self.records.append(record)
-                show(len(self.records))
+            time.sleep(max(0.0, due - self._now()))
+            done.put(self._request(session, i, answers))
 
     def _request(self, session, i, answers) -> dict:
         request = session.requests[i]
         record = {'session': session.number, 'request': i, 'kind': request.kind,
-                  'sent': self._now(), 'error': ''}
+                  'asked': request.reply, 'sent': self._now(), 'error': ''}
         answer = Answer(time.perf_counter())
         try:
             if any(k not in answers for k in session.lineage(i)[:-1]):
@@ -170,8 +163,7 @@ class Replay:
     def summary(self) -> dict:
         """Totals and percentiles. Seconds, from the first request to the end of the last one.
         None: what a server without `usage` and `cached_tokens` does not tell."""
-        records, asked = self.records, {(session.number, i): session.requests[i].reply
-                                        for session, i in self.trace.in_order()}
+        records = self.records
         good = [record for record in records if not record['error']]
         errors = [record['error'] for record in records if record['error']]
 
@@ -190,7 +182,7 @@ class Replay:
             'errors': list(dict.fromkeys(errors))[:5],
             'refused': sum(record['refused'] for record in records),
             'seconds': seconds, 'reply_tokens': total('reply'),
-            'asked_tokens': sum(asked[r['session'], r['request']] for r in good),
+            'asked_tokens': total('asked'),
             'prompt_tokens': total('prompt') if counted else None,
             'unavoidable': total('unavoidable') if counted else None,
             'computed': computed if told else None,

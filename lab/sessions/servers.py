@@ -69,11 +69,11 @@ def started(name: str, program: str, longest: int, kv: int, more: list[str]):
 
 
 @contextlib.contextmanager
-def running(command: list[str], url: str, **how):
-    """Yield a process when the server in it answers at `url`, and stop it at the end. how: of
-    Popen. Raises UserError with its output, if it does not answer in START_S seconds."""
+def running(command: list[str], url: str):
+    """Yield a process when the server in it answers at `url`, and stop it at the end. Raises
+    UserError with its output, if it does not answer in START_S seconds."""
     with tempfile.TemporaryFile('w+', encoding='utf-8', errors='replace') as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, **how)
+        process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
             end = time.monotonic() + START_S
             while not answers(url):
@@ -116,10 +116,7 @@ def vllm(program, model, folder, port, longest, kv):
 def llama(program, model, folder, port, longest, kv):
     """Half of the bytes, or what one request takes, are for running requests. The rest keeps
     prompts."""
-    try:
-        import gguf
-    except ImportError as e:
-        raise UserError("start='llama.cpp' needs gguf: pip install gguf") from e
+    import gguf
     write_gguf(gguf, model, folder / 'model.gguf', BPETokenizer())
     cell = model.plan.nbytes(1, 1, 'float16')
     row = -(-longest // CELLS) * CELLS * cell

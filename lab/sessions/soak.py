@@ -2,7 +2,6 @@
 import contextlib
 import random
 import sys
-import threading
 import time
 
 import torch
@@ -30,25 +29,21 @@ class Vanishing(Client):
     def __init__(self, url: str, name: str = ''):
         super().__init__(url, name=name)
         self.hasty = Client(url, SOON_S)
-        self.random, self.lock = random.Random(1), threading.Lock()
-        self.num_vanished = 0
+        self.random, self.num_vanished = random.Random(1), 0
         self.replies: list[tuple[list[int], list[int]]] = []  # (prompt, reply)
 
     def ask(self, path, document, most_parts=0, answer=None) -> Answer:
-        with self.lock:
-            vanishes, soon = self.random.random() < VANISH, self.random.random() < 0.5
-            parts = self.random.randint(1, document['max_tokens'])
-            self.num_vanished += vanishes
-        if vanishes and soon:
-            with contextlib.suppress(Failed):
-                self.hasty.ask(path, document)
-        elif vanishes:
-            super().ask(path, document, parts)
+        if self.random.random() < VANISH:
+            self.num_vanished += 1
+            if self.random.random() < 0.5:
+                with contextlib.suppress(Failed):
+                    self.hasty.ask(path, document)
+            else:
+                super().ask(path, document, self.random.randint(1, document['max_tokens']))
         found = super().ask(path, document, most_parts, answer)
         if len(found.tokens) != document['max_tokens']:
             raise Failed(f"{len(found.tokens)} of {document['max_tokens']} tokens")
-        with self.lock:
-            self.replies.append((document['prompt'], found.tokens))
+        self.replies.append((document['prompt'], found.tokens))
         return found
 
 
@@ -57,7 +52,7 @@ def run(client: Vanishing, process, minutes: float, fields, ids) -> dict:
     start, memory, errors, seed = time.monotonic(), [], set(), 0
     totals = dict.fromkeys(('requests', 'prompt_tokens', 'computed', 'unavoidable', 'failed'), 0)
 
-    def note(_n):
+    def note():
         seconds = time.monotonic() - start
         if process and (not memory or seconds > memory[-1][0] + 10):
             memory.append((round(seconds), servers.resident(process)))

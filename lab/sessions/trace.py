@@ -123,8 +123,6 @@ class Trace:
                 raise ValueError('its format is another')
             sessions = [Session(line['session'], line['system'],
                                 [Request(**given) for given in line['requests']]) for line in lines]
-            if not sessions or not all(session.requests for session in sessions):
-                raise ValueError('a session has at least one request')
             return cls(head['name'], head['seed'], head['systems'], sessions,
                        head.get('parameters', {}))
         except (OSError, ValueError, KeyError, TypeError) as e:

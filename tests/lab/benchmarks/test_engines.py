@@ -6,28 +6,11 @@ import torch
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
-from lab.benchmarks.engines import (
-    HF_CACHES,
-    HuggingFace,
-    Ours,
-    check_vanilla,
-    hugging_face,
-    nanogpt,
-)
+from lab.benchmarks.engines import HF_CACHES, HuggingFace, Ours, check_vanilla
 from lab.benchmarks.generation import same_tokens
 from tests.helpers.models import FULL_STACK, VOCAB, random_model, tokens
 
 VANILLA = GPTConfig(n_layer=2, n_head=2, n_embd=12, block_size=32, vocab_size=VOCAB)
-
-
-@pytest.mark.parametrize('shape', [{}, dict(gelu='tanh', mlp_hidden=20)], ids=['exact', 'tanh'])
-def test_transformers_model_has_our_weights(shape):
-    pytest.importorskip('transformers')
-    model = random_model(dataclasses.replace(VANILLA, **shape), torch.float32)
-    with torch.no_grad():
-        theirs = hugging_face(model)(tokens(2, 32)).logits
-        ours = model(tokens(2, 32), all_logits=True)[0]
-    assert (theirs - ours).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize('name', HF_CACHES)
@@ -66,9 +49,7 @@ def test_tokens_may_differ_where_rounding_decides_and_nowhere_else():
 
 
 @pytest.mark.parametrize('change, named, refusing', [
-    (dict(pos_embedding='rope'), "pos_embedding='rope'", ('hf', 'nanogpt')),
-    (FULL_STACK, 'kv_share=', ('hf', 'nanogpt')), (dict(head_dim=4), 'head_dim=4', ('nanogpt',)),
-    (dict(mlp_hidden=20), 'mlp_hidden', ('nanogpt',)), (dict(gelu='tanh'), 'gelu', ('nanogpt',))],
+    (FULL_STACK, 'kv_share=', ['hf', 'nanogpt']), (dict(gelu='tanh'), 'gelu', ['nanogpt'])],
     ids=str)
 def test_only_vanilla_models_have_the_same_weights_elsewhere(change, named, refusing):
     config = dataclasses.replace(VANILLA, **change)
@@ -76,10 +57,5 @@ def test_only_vanilla_models_have_the_same_weights_elsewhere(change, named, refu
         with pytest.raises(UserError, match=named):
             check_vanilla(config, against)
         check_vanilla(VANILLA, against)
-    if 'hf' not in refusing and 'head_dim' not in change:
+    if 'hf' not in refusing:
         check_vanilla(config, 'hf')
-
-
-def test_a_folder_without_nanogpt(tmp_path):
-    with pytest.raises(UserError, match='nanogpt='):
-        nanogpt(random_model(VANILLA, torch.float32), str(tmp_path))

@@ -121,10 +121,8 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch):
 
 
 @pytest.mark.parametrize('change, named', [
-    (dict(n_kv_head=1), 'n_kv_head=1'),
-    (dict(compile=True), 'compile=True'),
-    (dict(steps=1), 'steps=1'), (dict(budget='1GB'), 'budget='),
-    (dict(contexts=46), 'block_size=48')], ids=str)
+    (dict(n_kv_head=1), 'n_kv_head=1'), (dict(compile=True), 'compile=True'),
+    (dict(steps=1), 'steps=1'), (dict(budget='1GB'), 'budget=')], ids=str)
 def test_what_is_refused(change, named):
     with pytest.raises(UserError, match=named):
         bench.main(flags(**change))

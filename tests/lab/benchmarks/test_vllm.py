@@ -82,7 +82,6 @@ def test_prompts_come_again_and_edited(run, monkeypatch):
 @pytest.mark.parametrize('settings, named', [
     (dict(mode='prefill', batch_sizes='1,2'), "batch_sizes='1,2'"),
     (dict(mode='serve', device='meta'), 'device'),
-    (dict(mode='prefill', pos_embedding='learned', contexts=250), 'contexts: 250 and 21 steps'),
     (dict(mode='serve'), "against='vllm' needs vLLM: lab/scripts/vllm_env.sh")])
 def test_settings_that_cannot_be(settings, named, monkeypatch):
     monkeypatch.setitem(sys.modules, 'vllm', None)  # not installed

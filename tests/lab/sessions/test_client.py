@@ -18,13 +18,12 @@ DONE = '[DONE]'
 
 @dataclass
 class Says:
-    """A response. parts: JSON documents or texts of a stream, or seconds to wait. body: instead of
-    a stream. cut: the connection is closed without the end that chunks need."""
+    """A response in chunks. parts: JSON documents or texts of a stream, or seconds to wait. body:
+    instead of a stream. cut: the connection is closed without the end that chunks need."""
     parts: list = field(default_factory=list)
     status: int = 200
     headers: dict = field(default_factory=dict)
     body: bytes | None = None
-    chunked: bool = False
     cut: bool = False
 
 
@@ -41,28 +40,25 @@ class Handler(BaseHTTPRequestHandler):
         says = server.script.pop(0) if len(server.script) > 1 else server.script[0]
         self.close_connection = True
         self.send_response(says.status)
-        for name, value in says.headers.items():
-            self.send_header(name, value)
-        how = {'Transfer-Encoding': 'chunked'} if says.chunked else {'Connection': 'close'}
-        for name, value in how.items():
+        for name, value in (says.headers | {'Transfer-Encoding': 'chunked'}).items():
             self.send_header(name, value)
         self.end_headers()
         try:
-            if says.body is not None:
-                self.wfile.write(says.body)
+            if says.body:
+                self.chunk(says.body)
             for part in says.parts:
-                self.part(part, says.chunked)
-            if says.chunked and not says.cut:
-                self.wfile.write(b'0\r\n\r\n')
+                if isinstance(part, float):
+                    server.stopped.wait(part)
+                else:
+                    data = part if isinstance(part, str) else json.dumps(part)
+                    self.chunk(f'data: {data}\n\n'.encode())
+            if not says.cut:
+                self.chunk(b'')
         except OSError:
             server.left.set()
 
-    def part(self, part, chunked):
-        if isinstance(part, float):
-            self.server.stopped.wait(part)
-            return
-        data = f'data: {part if isinstance(part, str) else json.dumps(part)}\n\n'.encode()
-        self.wfile.write(b'%x\r\n%s\r\n' % (len(data), data) if chunked else data)
+    def chunk(self, data):
+        self.wfile.write(b'%x\r\n%s\r\n' % (len(data), data))
         self.wfile.flush()
 
     def log_message(self, *_):
@@ -80,16 +76,14 @@ def scripted():
         server.script, server.requests, server.left = list(script), [], threading.Event()
         server.daemon_threads, server.stopped = True, threading.Event()
         server.url = f'http://127.0.0.1:{server.server_port}'
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-        thread.start()
-        made.append((server, thread))
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        made.append(server)
         return server
     yield make
-    for server, thread in made:
+    for server in made:
         server.stopped.set()
         server.shutdown()
         server.server_close()
-        thread.join(10)
 
 
 def choice(**fields):
@@ -119,12 +113,10 @@ STREAMS = {
                        choice(delta={}, finish_reason='stop')], 'x', [3, 4], 2)}
 
 
-@pytest.mark.parametrize('chunked', [True, False])
 @pytest.mark.parametrize('name', STREAMS)
-def test_parts_of_a_reply(scripted, name, chunked):
+def test_parts_of_a_reply(scripted, name):
     parts, text, tokens, n_stamps = STREAMS[name]
-    server = scripted(Says([*parts, {'choices': [], 'usage': USAGE}, {'usage': None}, DONE],
-                           chunked=chunked))
+    server = scripted(Says([*parts, {'choices': [], 'usage': USAGE}, {'usage': None}, DONE]))
     answer = Client(server.url).ask('completions', {'prompt': 'abc', 'model': 'm'})
     assert (answer.text, answer.tokens, answer.usage) == (text, tokens, USAGE)
     assert len(answer.stamps) == n_stamps and answer.refused == 0
@@ -136,7 +128,7 @@ def test_parts_of_a_reply(scripted, name, chunked):
 
 def test_stamps_are_when_parts_come_and_what_follows_the_end_is_left(scripted):
     server = scripted(Says([choice(text='a'), 0.3, choice(text='b'), DONE, 30.0,
-                            choice(text='c')], chunked=True))
+                            choice(text='c')]))
     answer = Client(server.url).ask('completions', {})
     first, second = answer.stamps
     assert second - first > 0.1 and answer.text == 'ab' and answer.usage == {}
@@ -149,9 +141,8 @@ def test_lines_of_a_stream_that_are_no_data(scripted):
     assert Client(scripted(Says(body=events)).url).ask('completions', {}).text == 'ab'
 
 
-@pytest.mark.parametrize('chunked', [True, False])
-def test_hanging_up_after_so_many_parts(scripted, chunked):
-    server = scripted(Says([choice(text='a'), 0.005] * 10_000, chunked=chunked))
+def test_hanging_up_after_so_many_parts(scripted):
+    server = scripted(Says([choice(text='a'), 0.005] * 10_000))
     answer = Client(server.url).ask('completions', {}, most_parts=3)
     assert answer.text == 'aaa' and len(answer.stamps) == 3
     assert server.left.wait(20), 'the connection stayed open'
@@ -160,14 +151,12 @@ def test_hanging_up_after_so_many_parts(scripted, chunked):
 # -- failures --------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('says, why', [
-    (Says([choice(text='a')]), 'ended early'), (Says([], chunked=True), 'ended early'),
-    (Says([choice(text='a')], chunked=True, cut=True), 'early|Incomplete'),
+    (Says([choice(text='a')]), 'ended early'),
+    (Says([choice(text='a')], cut=True), 'early|Incomplete'),
     (Says([choice(text='a'), {'error': {'message': 'no room'}}, DONE]), 'no room'),
     (Says(status=400, body=b'{"error": "max_tokens=0"}'), 'status 400: .*max_tokens=0'),
-    (Says(['{oops']), 'status 200: {oops'), (Says([[1]]), r'status 200: \[1\]'),
     (Says(status=302, headers={'Location': 'http://127.0.0.1:1/'}), 'status 302'),
-    (Says(status=500, body=b'<html>'), 'status 500: <html>'), (Says(body=b'<html>'), 'early'),
-    (Says([30.0]), 'timed out'), (Says([choice(text='a'), 30.0, DONE]), 'timed out'),
+    (Says([choice(text='a'), 30.0, DONE]), 'timed out'),
     (Says([choice(text='a'), 0.05] * 1000), 'not complete')], ids=str)
 def test_replies_that_fail(scripted, says, why):
     server, start = scripted(says), time.perf_counter()
@@ -191,11 +180,10 @@ def test_a_busy_server_is_asked_again(scripted, monkeypatch):
 
 def test_a_server_that_stays_busy(scripted, monkeypatch):
     monkeypatch.setattr(clients, 'RETRY_S', 0.1)
-    for says, least in (Says(status=429), 2), (Says(status=503, headers={'Retry-After': '9'}), 1):
-        server = scripted(says)
-        with pytest.raises(Failed, match='refused . times: status'):
-            Client(server.url, timeout=0.45).ask('completions', {})
-        assert least <= len(server.requests) <= 5
+    server = scripted(Says(status=429))
+    with pytest.raises(Failed, match='refused . times: status'):
+        Client(server.url, timeout=0.45).ask('completions', {})
+    assert 2 <= len(server.requests) <= 5
 
 
 # -- addresses, keys, models -----------------------------------------------------------------------
@@ -204,45 +192,32 @@ MODELS = Says(body=b'{"object": "list", "data": [{"id": "tiny"}, {"id": "other"}
 
 
 @pytest.mark.parametrize('form, base', [
-    ('127.0.0.1:{}', '/v1'), ('http://127.0.0.1:{}/', '/v1'), ('http://127.0.0.1:{}/v1/', '/v1'),
-    ('http://127.0.0.1:{}/base/v2', '/base/v2'), ('HTTP://LOCALHOST:{}/v1', '/v1')])
+    ('127.0.0.1:{}', '/v1'), ('http://127.0.0.1:{}/v1/', '/v1'),
+    ('HTTP://LOCALHOST:{}/base/v2', '/base/v2')])
 def test_forms_of_an_address(scripted, form, base, monkeypatch):
     monkeypatch.setenv('OPENAI_API_KEY', 'sesame')
-    server = scripted(MODELS, Says([choice(text='a'), DONE]), MODELS)
+    server = scripted(MODELS, Says([choice(text='a'), DONE]))
     client = Client(form.format(server.server_port))
     assert client.model() == 'tiny'
     client.ask('chat/completions', {})
     assert [request[:2] for request in server.requests] == [
         ('GET', f'{base}/models'), ('POST', f'{base}/chat/completions')]
     assert {request[2]['Authorization'] for request in server.requests} == {'Bearer sesame'}
-    assert Client(client.url, name='other').model() == 'other'
-
-
-def test_a_key_follows_no_redirection(scripted, monkeypatch):
-    monkeypatch.setenv('OPENAI_API_KEY', 'sesame')
-    other = scripted(MODELS)
-    server = scripted(Says(status=302, headers={'Location': f'{other.url}/v1/models'}))
-    with pytest.raises(Failed, match='status 302'):
-        Client(server.url).model()
-    assert other.requests == []
-
-
-def test_a_model_that_the_server_does_not_have(scripted):
-    with pytest.raises(Failed, match="no model 'big', only tiny, other"):
-        Client(scripted(MODELS).url, name='big').model()
 
 
 @pytest.mark.parametrize('url, why', [
-    ('ftp://127.0.0.1', 'url='), ('file:///x', 'url='), ('', 'url='), ('http://[bad', 'url='),
-    ('127.0.0.1:port', 'url='), ('127.0.0.1:1', 'refused')])
+    ('ftp://127.0.0.1', 'url='), ('', 'url='), ('127.0.0.1:port', 'port'),
+    ('127.0.0.1:1', 'refused')])
 def test_addresses_of_no_server(url, why):
     with pytest.raises(UserError, match=why):
         Client(url).model()
 
 
 @pytest.mark.parametrize('says, named', [
+    (MODELS, "no model 'big', only tiny, other"), (Says(body=b'{"data": []}'), 'no list of models'),
     (Says(status=401, body=b'{"error": {"message": "a key is needed"}}'), '401.*a key'),
-    (Says(body=b'{"data": []}'), 'no list of models'), (Says(body=b'<html>'), '<html>')], ids=str)
-def test_servers_that_name_no_model(scripted, says, named):
+    (Says(body=b'<html>'), 'no list of models: .*<html>')], ids=str)
+def test_servers_that_do_not_have_the_model(scripted, says, named):
+    name = 'big' if says is MODELS else ''
     with pytest.raises(Failed, match=named):
-        Client(scripted(says).url).model()
+        Client(scripted(says).url, name=name).model()

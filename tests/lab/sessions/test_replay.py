@@ -104,31 +104,12 @@ def test_a_server_that_does_not_say_ids():
 def test_an_empty_reply_fails_alone():
     class Brief(Fake):
         def say(self, answer, document):
-            super().say(answer, document)
-            if len(self.asked) == 3:  # the first request of the second session
-                answer.tokens, answer.text, answer.stamps = [], '', []
+            if len(self.asked) != 3:  # the first request of the second session
+                super().say(answer, document)
     trace = trace_of(line(2), line(2), line(2))
     found = Replay(trace, Brief(), ids_of(trace), users=1).run()
     assert (found['ended'], found['failed']) == (4, 2)
     assert found['errors'][0] == 'the reply is empty'
-
-
-
-def test_open_loop(rate):
-    """Not before its time, not before the reply before, and not much later than that."""
-    trace = trace_of([Request(rate * at, after, 3, 2) for at, after in (
-        (0.0, -1), (0.1, 0), (0.6, 0))], line(2, at=0.25 * rate))
-    client = Fake(seconds=0.2)
-    replay = Replay(trace, client, ids_of(trace), rate=rate)
-    found = replay.run()
-    sent = {(r['session'], r['request']): r['sent'] for r in replay.records}
-    ended = {(r['session'], r['request']): r['ended'] for r in replay.records}
-    for session in trace.sessions:
-        for i, request in enumerate(session.requests):
-            due = max(request.at / rate, ended.get((session.number, i - 1), 0.0))
-            assert due - 0.001 <= sent[session.number, i] < due + 1.5
-    assert found['seconds'] == pytest.approx(max(ended.values()) - min(sent.values()))
-    assert client.most == 2 and found['rate'] == rate and found['users'] == 0
 
 
 # -- conversations as text -------------------------------------------------------------------------
@@ -180,18 +161,17 @@ def test_open_loop():
 
 
 def test_closed_loop():
-    """As many users as asked for, never more, and no pauses. Records are shown as they come."""
+    """As many users as asked for, never more, and no pauses."""
     trace = trace_of(*(line(2, at=500 * k, every=100) for k in range(7)))
-    together, counts = threading.Barrier(3), []
+    together = threading.Barrier(3)
 
     def gate(number):
         if number < 3:
             together.wait(20)
     client = Fake(gate=gate, seconds=0.01)
     replay = Replay(trace, client, ids_of(trace), users=3)
-    found = replay.run(counts.append)
+    found = replay.run()
     assert client.most == 3 and found['ended'] == 14 and found['seconds'] < 10
-    assert counts == [*range(1, 15)]
     for session in trace.sessions:
         first, second = [r for r in replay.records if r['session'] == session.number]
         assert first['request'] == 0 and first['ended'] <= second['sent']
@@ -214,13 +194,6 @@ def test_what_is_measured_of_a_reply():
     found = measured(answer, 1.0)
     assert (found['reply'], found['prompt'], found['cached']) == (3, 0, None)
     assert found['tpot'] == pytest.approx(0.3)
-    with pytest.raises(Failed):
-        measured(Answer(10.0), 1.0)
-
-
-def test_percentiles():
-    assert percentiles(list(range(101))[::-1]) == {'p50': 50, 'p95': 95, 'p99': 99, 'max': 100}
-    assert percentiles([0.5]) == dict.fromkeys(('p50', 'p95', 'p99', 'max'), 0.5)
     assert percentiles([]) == {}
 
 
@@ -258,36 +231,35 @@ def test_a_summary():
     assert '6 of the 9 tokens' in text
 
 
-@pytest.mark.parametrize('usage', [{}, {'prompt_tokens': 3}], ids=str)
-def test_a_server_that_does_not_say_what_it_computed(usage):
+def test_a_server_that_does_not_say_what_it_computed():
     class Silent(Fake):
         def say(self, answer, document):
             super().say(answer, document)
-            answer.usage = usage
+            answer.usage = {'prompt_tokens': 3}
     trace = trace_of(line(2))
     found = Replay(trace, Silent(), ids_of(trace), users=1).run()
     assert found['computed'] is found['over_unavoidable'] is None and found['ended'] == 2
-    assert found['prompt_tokens'] == (6 if usage else None)
-    assert 'not known' in program.replay_table(found).title
+    assert found['prompt_tokens'] == 6 and 'not known' in program.replay_table(found).title
 
 
 # -- the program, and our own server ---------------------------------------------------------------
 
-@pytest.fixture
-def server():
-    made = Running()
-    yield made
-    made.stop()
-
-
-def test_our_server_computes_what_it_must(tmp_path, capsys, server):
+def test_our_server_computes_what_it_must(tmp_path, capsys):
     """Its window is as large as a block of the prefix cache, so that it can go on from any token;
-    and no part of its store is evicted."""
-    trace = make('forking', 3, sessions=3, turns=8.0, message=5, reply=4, systems=(11,), longest=56)
+    and no part of its store is evicted. A replay with failures ends with status 1."""
+    trace = make('forking', 3, sessions=2, turns=6.0, message=5, reply=4, systems=(11,), longest=56)
     trace.write(tmp_path / 't')
-    program.main(['replay', f'{tmp_path / "t"}', f'--url=127.0.0.1:{server.port}', '--ids=0:23',
-                  '--users=1', f'--save={tmp_path / "f.json"}', f'--records={tmp_path / "r"}'])
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    trace_of(line(2, message=70)).write(tmp_path / 'long')  # longer than the server takes
+    server = Running()
+    try:
+        common = [f'--url=127.0.0.1:{server.port}', '--ids=0:23', '--users=1']
+        program.main(['replay', f'{tmp_path / "t"}', *common, f'--save={tmp_path / "f.json"}',
+                      f'--records={tmp_path / "r"}'])
+        found = json.loads(capsys.readouterr().out.splitlines()[-1])
+        with pytest.raises(SystemExit) as raised:
+            program.main(['replay', f'{tmp_path / "long"}', *common])
+    finally:
+        server.stop()
     records = [*map(json.loads, (tmp_path / 'r').read_text().splitlines())]
     lengths = {(s.number, i): r.reply for s in trace.sessions for i, r in enumerate(s.requests)}
     assert {(r['session'], r['request']): r['reply'] for r in records} == lengths
@@ -295,29 +267,15 @@ def test_our_server_computes_what_it_must(tmp_path, capsys, server):
     assert found['over_unavoidable'] == 1.0 and 0 < found['computed'] < found['prompt_tokens']
     assert found == json.loads((tmp_path / 'f.json').read_text())
 
-
-def test_a_replay_with_failures_ends_with_status_1(tmp_path, capsys, server):
-    trace_of(line(2, message=70)).write(tmp_path / 't')  # longer than the server takes
-    with pytest.raises(SystemExit) as raised:
-        program.main(['replay', f'{tmp_path / "t"}', f'--url=127.0.0.1:{server.port}',
-                      '--ids=0:23', '--users=1'])
     assert raised.value.code == 1
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found['failed'] == 2 and any('70 tokens' in error for error in found['errors'])
-
-
-@pytest.mark.parametrize('arg', ['--ids=5:5', '--ids=5', '--fields=x', '--fields=5'])
-def test_wrong_arguments(arg, capsys):
-    with pytest.raises(SystemExit):
-        program.main(['replay', 't', '--url=http://127.0.0.1:1', arg])
-    assert arg.partition('=')[0] in capsys.readouterr().err
+    failed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert failed['failed'] == 2 and any('70 tokens' in error for error in failed['errors'])
 
 
 @pytest.mark.parametrize('args, why', [
-    (['replay', 't', '--url=x', '--users=-1'], 'users=-1'), (['replay', 't', '--url=x', '--rate=0'],
-                                                             'rate=0'),
-    (['make', 'chat', '--save=t', '--set', 'sessions=0'], 'set='),
-    (['make', 'chat', '--save=t', '--set', 'sessions=1.5'], 'set='),
+    (['replay', 't', '--url=x', '--users=-1'], 'users=-1'),
+    (['replay', 't', '--url=x', '--rate=0'], 'rate=0'),
+    (['make', 'chat', '--save=t', '--set', 'edits=1'], 'set='),
     (['make', 'chat', '--save=nowhere/t'], 'save=')], ids=str)
 def test_values_that_cannot_be(args, why, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -328,17 +286,18 @@ def test_values_that_cannot_be(args, why, tmp_path, monkeypatch):
 
 def test_an_interrupted_replay_keeps_its_records_and_waits_for_no_reply(tmp_path, monkeypatch):
     def gate(number):
-        if len(fake.asked) == 2:
+        if number == 1:
             threading.Event().wait(30)
-    fake = Fake(gate=gate)
-    monkeypatch.setattr(program, 'Client', lambda *args, **kwargs: fake)
-    trace_of(line(3)).write(tmp_path / 't')
 
-    def join(self, timeout=None):  # the user presses Ctrl-C amid the second request
-        if len(fake.asked) == 2:
-            raise KeyboardInterrupt
-        time.sleep(0.05)
-    monkeypatch.setattr(threading.Thread, 'join', join)
+    def interrupted(replay):  # the user presses Ctrl-C amid the second request
+        return run(replay, watch)
+
+    def watch():
+        raise KeyboardInterrupt
+    run = Replay.run
+    monkeypatch.setattr(program, 'Client', lambda *args, **kwargs: Fake(gate=gate))
+    monkeypatch.setattr(Replay, 'run', interrupted)
+    trace_of(line(3)).write(tmp_path / 't')
     start = time.perf_counter()
     with pytest.raises(KeyboardInterrupt):
         program.main(['replay', f'{tmp_path / "t"}', '--url=x', '--users=1', '--ids=50:90',

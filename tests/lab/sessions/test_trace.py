@@ -67,12 +67,11 @@ HEAD = {'format': traces.FORMAT, 'name': 'x', 'seed': 1, 'systems': [4]}
 
 
 @pytest.mark.parametrize('lines, expected', [
-    ([], 'not enough'), (['x'], 'Expecting'), ([HEAD | {'format': 'y'}], 'its format'),
-    ([HEAD, {'session': 0, 'system': 0, 'requests': [{'at': 0}]}], 'missing'), (None, 'No such')])
+    ([], 'not enough'), ([HEAD | {'format': 'y'}], 'its format'),
+    ([HEAD, {'session': 0, 'system': 0, 'requests': [{'at': 0}]}], 'missing')])
 def test_files_that_are_no_traces(tmp_path, lines, expected):
     path = tmp_path / 't'
-    if lines is not None:
-        path.write_text('\n'.join(map(json.dumps, lines)) if lines != ['x'] else 'x')
+    path.write_text('\n'.join(map(json.dumps, lines)))
     with pytest.raises(UserError, match=f'is not a trace.*{expected}'):
         Trace.read(path)
 
@@ -120,10 +119,9 @@ def test_a_changed_preset(tmp_path, capsys):
     trace = Trace.read(path)
     assert len(trace.sessions) == 3 and trace.systems == [9, 8] and trace.seed == 4
     assert f'{trace.n_requests} requests of 3 sessions' in capsys.readouterr().out
-    for wrong in ('edits=1', 'edit=x', 'edit'):
-        with pytest.raises(SystemExit):
-            program.main(['make', 'chat', '--set', wrong, f'--save={path}'])
-        assert '--set' in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        program.main(['make', 'chat', '--set', 'edit=x', f'--save={path}'])
+    assert '--set' in capsys.readouterr().err
 
 
 def test_a_replay_on_the_prefix_cache(tmp_path, monkeypatch):
