@@ -24,7 +24,7 @@ CORE_TOKENS = 15_500
 # number. These are the sizes of today; the aim is 24,000 lines without tests, 22,500 of tests.
 BUDGETS = {
     'train.py sample.py chat.py serve.py ablate.py bench.py': 1_030,
-    'lab/': 6_600,
+    'lab/': 6_465,
     'serving/': 1_465,
     'interop/': 1_898,
     'training/': 3_919,
@@ -33,7 +33,7 @@ BUDGETS = {
     'kv/': 1_373,  # without the core
     'data/': 2_699,
     'config/ configurator.py': 1_977,
-    'tests/': 29_023,
+    'tests/': 28_910,
 }
 house = pytest.mark.house
 
