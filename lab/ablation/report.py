@@ -11,9 +11,9 @@ from lab.files import write_json, write_whole
 
 NOTE = ('Written by ablate.py from the files in this folder. A row is one change from the row '
         'above it, a side row (from ...) from the row that it names. KV bytes assume bfloat16 '
-        'where a row does not set its storage (its loss is computed through a cache in the dtype '
-        'of the model), and are compared with vanilla GPT-2 in bfloat16; the caches were allocated, and '
-        "their sizes equal the plan's arithmetic.")
+        'where a row does not set its storage (its loss is computed through a cache in the '
+        'dtype of the model), and are compared with vanilla GPT-2 in bfloat16; the caches were '
+        "allocated, and their sizes equal the plan's arithmetic.")
 
 
 def write_report(summary: dict, folder, also_as: str = '') -> None:
