@@ -63,7 +63,7 @@ def job(ladder, results, row, seed, argv) -> Job:
         train.append('--init_from=resume')
     if row.converted_from and not begun:
         commands.insert(0, ['-m', 'lab.ablation.convert', row.name, str(seed), *argv])
-    return Job(f'{row.name}, seed {seed}', commands, out_dir, ladder.settings(row).max_iters)
+    return Job(f'{row.name}, seed {seed}', commands, out_dir)
 
 
 def train_all(ladder, results, argv, only) -> int:
@@ -137,7 +137,7 @@ def main(argv=None):
     results, only = Results(ladder), chosen(ladder)
     if s.pictures:
         pyplot(' (or give --pictures=False)')  # fails now rather than after training
-    for line in results.other_core(measured_speed(ladder, results, measure=False)):
+    if line := results.other_core(measured_speed(ladder, results, measure=False)):
         print(line)
     if s.dry_run:
         list_runs(ladder, results, argv, only)

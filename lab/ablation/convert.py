@@ -22,12 +22,9 @@ def main(argv=None):
     path = results.out_dir(origin, seed) / 'ckpt.pt'
     max_iters = ladder.settings(origin).max_iters
     if not path.is_file() or load_checkpoint(path)['iter_num'] != max_iters:
-        reason = 'are not trained yet: train that row first (or name it in --only too)'
-        if results.read(origin, seed):
-            reason = f'were trained elsewhere: delete its line in {results.path.name} to train ' \
-                     'them here'
         raise UserError(f'row {name!r} begins with the weights of {origin.name!r}, seed {seed}, '
-                        f'which {reason}')
+                        'which are not trained here: train that row first (delete its line in '
+                        f'{results.path.name} if it was trained elsewhere)')
     config = ladder.trained_config(row)
     checkpoint = convert_checkpoint(path, {key: getattr(config, key) for key in MEMORY})
     CheckpointManager(results.out_dir(row, seed)).save(checkpoint | {'holds_best': False})

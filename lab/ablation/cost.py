@@ -127,12 +127,12 @@ class Speed:
     def _alternate(self, sides: dict, title: str) -> dict[str, dict]:
         """Return key -> summary of the rounds, or {'error': ...} if a first call fails."""
         failed = {}
-        for key, side in sides.items():
+        for key, side in list(sides.items()):
             try:
                 side()
             except FAILURES as e:
                 failed[key] = {'error': ' '.join(str(e).split()) or type(e).__name__}
-        sides = {key: side for key, side in sides.items() if key not in failed}
+                del sides[key]
         rounds = clock.alternate(sides, self.s.repeats, title)
         return failed | {key: clock.summary(each) for key, each in rounds.items()}
 
@@ -141,13 +141,11 @@ class Speed:
         if self.device.type == 'cuda':  # captured steps hold their caches in reference cycles
             gc.collect()
             torch.cuda.empty_cache()
-        kv_dtype = self.decoders[key][1]
-        return 1000 * DecodeRound(self._model(key), batch, context, context + STEPS, STEPS,
-                                  kv_dtype)()
+        model, kv_dtype = self._model(key), self.decoders[key][1]
+        return 1000 * DecodeRound(model, batch, context, context + STEPS, STEPS, kv_dtype)()
 
     def _prefill(self, key, context: int, batch: int) -> float:
-        kv_dtype = self.decoders[key][1]
-        return 1000 * PrefillRound(self._model(key), batch, context, 0, kv_dtype)()
+        return 1000 * PrefillRound(self._model(key), batch, context, 0, self.decoders[key][1])()
 
     def _model(self, key) -> GPT:
         """Return a model to decode with, with positions for every context."""

@@ -9,11 +9,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from rich import progress
 from rich.console import Console
 
 from config.files import regular_only
-from training.log import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL = 0.5  # seconds
@@ -21,32 +21,28 @@ POLL = 0.5  # seconds
 
 @dataclass
 class Job:
-    """Commands (argument lists for this Python; the last may measure) run one after another on one
-    device. Progress is read from metrics.jsonl in out_dir; all output goes to train.log there."""
+    """Commands (argument lists for this Python) run one after another on one device. All output
+    goes to train.log in out_dir."""
     name: str
     commands: list[list[str]]
     out_dir: Path
-    iterations: int
     device: str = ''
     process: subprocess.Popen | None = field(default=None, repr=False)
     stage: int = 0  # index of the running command
     log_start: int = 0  # where its output begins in train.log
 
     def start(self, threads: int) -> None:
-        """Start the current command in its own session, so that Ctrl-C does not reach it too."""
+        """Start the current command in its own session, so that Ctrl-C does not reach it too. The
+        user's OMP_NUM_THREADS, if set, replaces `threads`."""
         self.out_dir.mkdir(parents=True, exist_ok=True)
-        device = [f'--device={self.device}'] if self.device else []
-        command = [sys.executable, *self.commands[self.stage], *device]
+        command = [sys.executable, *self.commands[self.stage], f'--device={self.device}']
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get('PYTHONPATH')]))
+        environment = {'OMP_NUM_THREADS': str(threads)} | os.environ | {'PYTHONPATH': path}
         with open(self.out_dir / 'train.log', 'a', opener=regular_only) as log:
             self.log_start = log.tell()
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                start_new_session=True, env=environment(threads))
-
-    def iteration(self) -> int:
-        """The last logged iteration, at most `iterations`."""
-        rows = read_metrics(self.out_dir / 'metrics.jsonl')
-        return min(rows[-1]['iter'], self.iterations) if rows else 0
+                start_new_session=True, env=environment)
 
     def error(self) -> str:
         """The error of a command that has ended: '' for status 0, otherwise the last line of its
@@ -63,19 +59,6 @@ class Job:
         return lines[-1].strip().removeprefix('error: ') if lines else f'status {status}'
 
 
-def cores() -> int:
-    """Number of cores that this process may use."""
-    every = os.cpu_count() or 1
-    return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else every
-
-
-def environment(threads: int) -> dict:
-    """Environment of a job, with modules importable from any directory. Keeps the user's
-    OMP_NUM_THREADS."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get('PYTHONPATH')])])
-    return {'OMP_NUM_THREADS': str(threads)} | os.environ | {'PYTHONPATH': path}
-
-
 def run_jobs(jobs: list[Job], devices: list[str], at_once: int = 1) -> dict[str, str]:
     """Run `jobs`, `at_once` of them on each device. A failed job does not stop the others.
     Returns name -> error of the failed ones.
@@ -85,22 +68,22 @@ def run_jobs(jobs: list[Job], devices: list[str], at_once: int = 1) -> dict[str,
     """
     waiting, running, errors = deque(jobs), [], {}
     free = devices * at_once
-    threads, n_ended = max(1, cores() // len(free)), 0
-    console = Console(stderr=True)
+    threads = max(1, torch.get_num_threads() // len(free))
+    console = Console(stderr=True, highlight=False, markup=False)
     bar = progress.Progress(
         *progress.Progress.get_default_columns(), progress.MofNCompleteColumn(), console=console,
-        disable=not console.is_terminal, speed_estimate_period=600)
-    task = bar.add_task(f'{len(jobs)} runs, iterations', total=sum(job.iterations for job in jobs))
-    plain = dict(highlight=False, markup=False)
+        disable=not console.is_terminal)
+    task = bar.add_task('runs', total=len(jobs))
     with bar, _sigterm_raises():
         try:
             while waiting or running:
                 while waiting and free:
                     job = waiting.popleft()
                     job.device = free.pop(0)
-                    console.print(f'{job.name}: starts on {job.device}', **plain)
+                    console.print(f'{job.name}: starts on {job.device}')
                     job.start(threads)
                     running.append(job)
+
                 for job in list(running):
                     status = job.process.poll()
                     if status == 0 and job.stage + 1 < len(job.commands):
@@ -109,14 +92,11 @@ def run_jobs(jobs: list[Job], devices: list[str], at_once: int = 1) -> dict[str,
                     elif status is not None:
                         running.remove(job)
                         free.append(job.device)
-                        n_ended += 1
+                        bar.advance(task)
                         if error := job.error():
                             errors[job.name] = error
-                            console.print(f'{job.name}: failed: {error}', style='red', **plain)
-                        else:
-                            console.print(f'{job.name}: done ({n_ended} of {len(jobs)})', **plain)
-                if not bar.disable:  # it reads the metrics of all jobs
-                    bar.update(task, completed=sum(job.iteration() for job in jobs))
+                        ended = f'failed: {error}' if error else 'done'
+                        console.print(f'{job.name}: {ended}', style='red' if error else None)
                 time.sleep(POLL if running else 0)
         finally:
             for job in running:

@@ -82,7 +82,7 @@ class Ladder:
         mine = {key.name for key in ABLATE}
         self.common = {name: getattr(s, name) for name in sorted(s.given) if name not in mine}
         self.rows: dict[str, Row] = {}
-        self._settings, self._vocab_sizes = {}, {}
+        self._settings = {}
         for above, name in zip(['', *s.rows], s.rows):
             self._add(name, above, s.rows[name], side=False)
         for name, entry in s.side_rows.items():
@@ -225,8 +225,7 @@ class Ladder:
         """The settings that determine the weights, except for the seed."""
         settings = vars(self.settings(row))
         others = {f'{name}_task' for name in TASKS if name != settings['dataset']}
-        omitted = {*PLACE, *others}
-        return {name: value for name, value in settings.items() if name not in omitted}
+        return {name: value for name, value in settings.items() if name not in {*PLACE, *others}}
 
     def fingerprint(self, row: Row) -> str:
         """Return a digest of everything that a row's results depend on."""
@@ -264,12 +263,9 @@ class Ladder:
     def trained_config(self, row: Row, shape: dict | None = None) -> GPTConfig:
         """The config of the model during training."""
         s = self.settings(row, shape)
-        data = s.dataset, *(getattr(s, f'{name}_task') for name in TASKS)
-        if data not in self._vocab_sizes:
-            meta = open_meta(s, DATA_ROOT)
-            self._vocab_sizes[data] = 50304 if meta is None else meta['vocab_size']
-        settings = {key.name: getattr(s, key.name) for key in MODEL}
-        return GPTConfig(vocab_size=self._vocab_sizes[data], **settings)
+        meta = open_meta(s, DATA_ROOT)
+        return GPTConfig(vocab_size=50304 if meta is None else meta['vocab_size'],
+                         **{key.name: getattr(s, key.name) for key in MODEL})
 
     def config(self, row: Row, shape: dict | None = None) -> GPTConfig:
         """The config at inference: without dropout, and with the changes made after training."""

@@ -1,4 +1,5 @@
-"""Looking up facts by content: how many facts a row recalls, and what a fact costs in KV bytes."""
+"""The tasks that need memory. Recall: the accuracy at each distance. Looking up facts by content:
+how many facts a row recalls, and what a fact costs in KV bytes."""
 import itertools
 import re
 from pathlib import Path
@@ -11,11 +12,27 @@ from kv.plan import LOCAL
 from model import GPT
 from training.checkpoint import load_checkpoint, load_weights
 
-ROWS = 256          # sequences per number of facts
-SEED = 20_000       # not used by training
+ROWS = 256          # sequences per number of facts, or per distance
+# not used by training
+RECALL_SEED, SEED = 10_000, 20_000
 BATCH = 32
 RECALLED = 0.95     # share of right answers from which facts count as recalled
 SOLVED = 0.99       # share of right answers at which the task counts as solved
+
+
+def recall(model, kv_dtype: str, task, rows: int = ROWS) -> dict:
+    """Greedy accuracy through the cache, by distance."""
+    accuracy = {}
+    for distance in task.distances:
+        right, _ = answered(model, kv_dtype, task, distance, rows, RECALL_SEED)
+        accuracy[distance] = right.float().mean().item()
+    return {'accuracy': accuracy, 'rows': rows, 'local_reach': local_reach(model)}
+
+
+def local_reach(model) -> int:
+    """The distance in tokens that all local layers bridge together."""
+    n_local = sum(layer.kind == LOCAL for layer in model.plan.layers)
+    return n_local * (model.config.window_size - 1)
 
 
 def lookup(model, kv_dtype: str, task, rows: int = ROWS) -> dict:
@@ -30,19 +47,19 @@ def lookup(model, kv_dtype: str, task, rows: int = ROWS) -> dict:
     bins = distance.float().log2().floor().int()
     facts = max(itertools.takewhile(lambda n: right[n] >= RECALLED, right), default=0)
     nbytes = model.new_cache(1, task.block_size, kv_dtype).nbytes
-    n_local = sum(layer.kind == LOCAL for layer in model.plan.layers)
     return {'accuracy': right, 'rows': rows, 'facts': facts, 'kv_bytes': nbytes,
             'bytes_per_fact': nbytes / facts if facts else None,
             'by_distance': {2 ** k: answers[bins == k].float().mean().item()
                             for k in bins.unique().tolist()},
-            'gap': task.gap, 'n_values': task.n_values,
-            'local_reach': n_local * (model.config.window_size - 1)}
+            'gap': task.gap, 'n_values': task.n_values, 'local_reach': local_reach(model)}
 
 
 @torch.inference_mode()
-def answered(model, kv_dtype: str, task, n: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether each question about n facts is answered right, and its distance; both (rows * n,)."""
-    rng = np.random.default_rng((SEED, n))
+def answered(model, kv_dtype: str, task, n: int, rows: int,
+             seed: int = SEED) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whether each question is answered right, and its distance; both (questions,). n: the number
+    of facts (look-up) or the distance (recall) of all sequences."""
+    rng = np.random.default_rng((seed, n))
     x, y, distance = (torch.from_numpy(a).to(model.device) for a in task.batch(rng, rows, n))
     logits_of = through_cache(model, kv_dtype, task.block_size // 2, 16)
     choices = torch.cat([logits_of(some).argmax(-1) for some in x.split(BATCH)])

@@ -10,7 +10,6 @@ import math
 import os
 import statistics
 import sys
-import traceback
 from pathlib import Path
 
 import numpy as np
@@ -26,10 +25,9 @@ from training import evaluate
 from training.evaluate import judge, through_cache
 from engine.weights.quantize import quantize_weights
 from interop.convert import convert_weights
-from kv.plan import LOCAL
 from lab.ablation.identifiers import find_identifiers, loss_by_distance
 from lab.ablation.ladder import read_ladder
-from lab.ablation.lookup import lookup, solved_at
+from lab.ablation.lookup import lookup, recall, solved_at
 from lab.ablation.results import Results, core_digest
 from model import GPT
 from training.checkpoint import config_of, load_checkpoint
@@ -45,8 +43,6 @@ AGREE = 1e-4
 # gains of its norms change by about NOISE, the rounding of float32.
 NOISE, MARGIN = 1e-7, 3
 BATCH, MOST_LOGITS = 16, 2 ** 26  # maximum windows and logits of an evaluation batch
-RECALL_ROWS = 256  # sequences evaluated per distance
-RECALL_SEED = 10_000  # not used by training
 
 
 def trained_model(ladder, row, saved, path) -> GPT:
@@ -126,22 +122,6 @@ def training_figures(out_dir: Path, s) -> dict:
             'tokens': s.max_iters * tokens_per_iter}
 
 
-def recall(model, row, task, rows: int = RECALL_ROWS) -> dict:
-    """Greedy accuracy by distance, with the row's cache."""
-    kv_dtype = model.resolved_kv_dtype(row.kv_dtype)
-    logits_of = through_cache(model, kv_dtype, task.block_size // 2, 16)
-    accuracy = {}
-    for distance in task.distances:
-        rng = np.random.default_rng((RECALL_SEED, distance))
-        x, y, _ = (torch.from_numpy(a).to(model.device) for a in task.batch(rng, rows, distance))
-        with torch.inference_mode():
-            choices = torch.cat([logits_of(some).argmax(-1) for some in x.split(BATCH)])
-        accuracy[distance] = (choices == y)[y >= 0].float().mean().item()
-    n_local = sum(layer.kind == LOCAL for layer in model.plan.layers)
-    return {'accuracy': accuracy, 'rows': rows,
-            'local_reach': n_local * (model.config.window_size - 1)}
-
-
 def measure(ladder, row, seed: int, saved, path: Path) -> dict:
     """Return the result of one row with one seed."""
     s = ladder.settings(row)
@@ -150,13 +130,12 @@ def measure(ladder, row, seed: int, saved, path: Path) -> dict:
     sizes = {'params': model.get_num_params(),
              'params_all': model.get_num_params(non_embedding=False)}
     quantize_weights(model, row.weight_dtype)
-    task = task_of(s)
+    task, kv_dtype = task_of(s), model.resolved_kv_dtype(row.kv_dtype)
     if s.dataset == 'lookup':
-        kv_dtype = model.resolved_kv_dtype(row.kv_dtype)
         judged = {'lookup': lookup(model, kv_dtype, task) | {
             'solved_at': solved_at(path.parent, ladder.trained_config(row), task)}}
     elif task:
-        judged = {'recall': recall(model, row, task)}
+        judged = {'recall': recall(model, kv_dtype, task)}
     else:
         folder = ensure_dataset(s.dataset)
         tokens = open_split(folder, 'val', model.config.vocab_size)
@@ -186,20 +165,12 @@ def main(argv=None):
     if saved['iter_num'] != wanted:
         raise UserError(f"{path} is at iteration {saved['iter_num']} of {wanted}: run ablate.py "
                         'again to continue')
-    failures = []
     for row in ladder.rows.values():
         # the trained row counts even with a seed that only rows converted from it need
         asked = row is trained or seed in ladder.seeds(row)
-        if not asked or ladder.training(row) != ladder.training(trained):
-            continue
-        print(f'measuring {row.name}, seed {seed}', flush=True)
-        try:
+        if asked and ladder.training(row) == ladder.training(trained):
+            print(f'measuring {row.name}, seed {seed}', flush=True)
             results.write(row, seed, measure(ladder, row, seed, saved, path))
-        except Exception as e:  # the other rows with these weights can still be measured
-            traceback.print_exc()
-            failures.append(f'measuring {row.name}: {type(e).__name__}: {e}')
-    if failures:
-        raise UserError('; '.join(failures))
 
 
 if __name__ == '__main__':

@@ -3,6 +3,8 @@ import itertools
 import math
 from pathlib import Path
 
+import numpy as np
+
 from lab.ablation.stats import enough
 from lab.ablation.tables import models
 from training.plotting import COLOURS, label_line_ends, name_points, plain_log_ticks, save, subplots
@@ -56,15 +58,15 @@ def talk_rows(summary) -> list[dict]:
     rows = list(itertools.dropwhile(lambda row: row['name'] != summary['baseline'], rows))
     if len(rows) < 2:
         return []
-    size = {row['name']: math.log(row['kv']['bytes_per_token']) for row in rows}
+
+    def size(row):
+        return math.log(row['kv']['bytes_per_token'])
     first, *between, last = rows
     shown = [first, last]
-    for share in (0.25, 0.5, 0.75):
-        wanted = size[first['name']] + (size[last['name']] - size[first['name']]) * share
-        left = [row for row in between if row not in shown]
-        if left:
-            shown.append(min(left, key=lambda row: abs(size[row['name']] - wanted)))
-    return sorted(shown, key=lambda row: size[row['name']])
+    for wanted in np.linspace(size(first), size(last), 5)[1:-1]:
+        nearest = sorted(between, key=lambda row: abs(size(row) - wanted))
+        shown += [row for row in nearest if row not in shown][:1]
+    return sorted(shown, key=size)
 
 
 def talk(axis, summary, color):

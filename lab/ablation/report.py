@@ -4,11 +4,16 @@ import statistics
 
 from kv.console import output
 from lab.ablation import tables
-from lab.ablation.cells import plus_minus
 from lab.ablation.pictures import TITLES, write_all
 from lab.ablation.stats import enough
 from lab.ablation.summary import COMPARED
 from lab.files import write_json, write_whole
+
+NOTE = ('Written by ablate.py from the files in this folder. A row is one change from the row '
+        'above it, a side row (from ...) from the row that it names. KV bytes assume bfloat16 '
+        'where a row does not set its storage (its loss is computed through a cache in the '
+        'dtype of the model), and are compared with vanilla GPT-2 in bfloat16; the caches were '
+        "allocated, and their sizes equal the plan's arithmetic.")
 
 
 def write_report(summary: dict, folder, also_as: str = '') -> None:
@@ -38,7 +43,7 @@ def markdown(summary: dict, pictures: list[str]) -> str:
         parts += [f'![{TITLES[name]}]({name}.png)', f'{TITLES[name]}.']
     for table in tables.grids(summary):
         parts += [f'{table.title}.', table.markdown()]
-    parts += [*notes(summary), '## Rows']
+    parts += [facts_line(summary), NOTE, '## Rows']
     rows = [f"- **{row['name']}**: {changed(row)}  \n  `{row['command']}`"
             for row in summary['rows']]
     return '\n\n'.join([*filter(None, parts), '\n'.join(rows)]) + '\n'
@@ -62,17 +67,12 @@ def certain(difference: dict) -> bool:
 
 def verdict(difference: dict) -> str:
     """Describe in words what a paired difference of losses shows."""
-    each = difference['each']
     if not enough(difference):
         return 'too few seeds for an interval'
-    if certain(difference):
-        stands = ', for all rows together too (Holm)' if difference.get('stands') else ''
-        return f'the interval excludes zero{stands}'
-    if min(each) <= 0 <= max(each):
+    if not certain(difference):
         return 'not distinguishable'
-    return (f"not distinguishable; all {len(each)} differences are "
-            f"{'positive' if min(each) > 0 else 'negative'} "
-            f'(sign test: p = {0.5 ** (len(each) - 1):.2g})')
+    stands = ', for all rows together too (Holm)' if difference.get('stands') else ''
+    return f'the interval excludes zero{stands}'
 
 
 def in_short(summary: dict) -> list[str]:
@@ -85,8 +85,9 @@ def in_short(summary: dict) -> list[str]:
     lines = [f"{last['name']!r}, the last row of the ladder, holds {kv['smaller']:.1f} times "
              f"fewer KV bytes at T={kv['T']:,} than vanilla GPT-2 in bfloat16."]
     if difference := last.get('against_baseline'):
+        written = tables.plus_minus(difference)
         lines.append(f"Its validation loss is {last['val_loss']['mean']:.4f}; the difference from "
-                     f"{summary['baseline']!r} is {plus_minus(difference)}: {verdict(difference)}.")
+                     f"{summary['baseline']!r} is {written}: {verdict(difference)}.")
     steps = {row['name']: row['against_above'] for row in ladder
              if enough(row.get('against_above'))}
     if not steps:
@@ -150,24 +151,8 @@ def shortcomings(summary: dict) -> list[str]:
     waiting = []
     for row in summary['rows']:
         if seeds := [str(seed) for seed in row['seeds_missing'] if seed not in row['failed']]:
-            plural = 's' if len(seeds) > 1 else ''
-            waiting.append(f"{row['name']} (seed{plural} {', '.join(seeds)})")
+            waiting.append(f"{row['name']} (seeds {', '.join(seeds)})")
     return lines + ([f"not trained yet: {'; '.join(waiting)}"] if waiting else [])
-
-
-def notes(summary: dict) -> list[str]:
-    """The paragraphs below the tables."""
-    through = sorted({name for row in summary['rows'] if row['kv']['dtype'] == 'bfloat16'
-                      for name in row.get('judged_through', ())} - {'bfloat16'})
-    note = (' (the losses of these rows were computed through a cache in '
-            f"{' or '.join(through)})") if through else ''
-    explanation = (
-        'Written by ablate.py from the files in this folder. A row is one change from the '
-        'row above it, a side row (from ...) from the row that it names. KV bytes assume '
-        f'bfloat16 where a row does not set its storage{note}, and are compared with vanilla '
-        "GPT-2 in bfloat16; the caches were allocated, and their sizes equal the plan's "
-        'arithmetic.')
-    return [facts_line(summary), explanation]
 
 
 def changed(row: dict) -> str:

@@ -47,16 +47,6 @@ def as_line(document: dict) -> str:
     return json.dumps(document, separators=(',', ':')) + '\n'
 
 
-def append(path: Path, document: dict) -> None:
-    """Append a line in a single write, so that lines of several processes do not mix."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, 'ab', buffering=0, opener=regular_only) as file:
-            file.write(as_line(document).encode())
-    except OSError as e:
-        raise UserError(f'{path} cannot be written: {e}') from e
-
-
 class Results:
     """A ladder's folder: runs.jsonl, speed.json, the report made from them, and runs/ with the
     checkpoints (not committed).
@@ -79,10 +69,9 @@ class Results:
 
     def runs(self) -> dict[tuple[str, int], dict]:
         """Return (slug of the row, seed) -> run, with whole settings, of any settings."""
-        try:
-            found = self.path.stat()
-        except FileNotFoundError:
+        if not self.path.exists():
             return {}
+        found = self.path.stat()
         status = found.st_size, found.st_mtime_ns
         if self._read[0] != status:
             base, runs = {}, {}
@@ -109,8 +98,11 @@ class Results:
         return run if all(before.get(name, value) == value for name, value in now) else None
 
     def write(self, row, seed: int, run: dict) -> None:
-        """Append a run, with whole settings. Several processes may do so at once."""
-        append(self.path, {'row': row.name, 'seed': seed, **run})
+        """Append a run, with whole settings. It is a single write, so that lines of several
+        processes do not mix."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.path, 'ab', buffering=0, opener=regular_only) as file:
+            file.write(as_line({'row': row.name, 'seed': seed, **run}).encode())
 
     def compact(self) -> None:
         """Sort the runs and store only what differs from the settings that most of them have."""
@@ -127,23 +119,18 @@ class Results:
                                              if name not in base or value != base[name]}})
         write_whole(self.path, ''.join(map(as_line, lines)))
 
-    def other_core(self, speed: dict | None) -> list[str]:
-        """Return lines on results measured with another version of the core, and on those that do
-        not record theirs; none if there are no such results. speed: that of speed.json, if used."""
+    def other_core(self, speed: dict | None) -> str:
+        """Return a line on the results measured with another, or an unknown, version of the core;
+        '' if there are none. speed: that of speed.json, if used."""
         runs = [self.read(row, seed) for row in self.ladder.rows.values()
                 for seed in self.seeds(row)]
         cores = [run.get('core') for run in (*runs, speed) if run]
-        unknown = cores.count(None)
-        other = len(cores) - unknown - cores.count(core_digest())
-        lines = []
-        if other:
-            lines.append(f'{other} of {len(cores)} results were measured with another version of '
-                         'the core (model.py, generate.py, kv/, attention/). Delete their lines '
-                         'in runs.jsonl, or speed.json, to measure again, and runs/ to train again')
-        if unknown:
-            lines.append(f'{unknown} of {len(cores)} results do not record their version of the '
-                         'core')
-        return lines
+        other = len(cores) - cores.count(core_digest())
+        if not other:
+            return ''
+        return (f'{other} of {len(cores)} results were measured with another version of the core '
+                '(model.py, generate.py, kv/, attention/). Delete their lines in runs.jsonl, or '
+                'speed.json, to measure again, and runs/ to train again')
 
     def failed(self, row, seed: int) -> str:
         """Return the error of a run that failed in this process; '' if there is none."""

@@ -4,7 +4,6 @@ import operator
 import statistics
 import warnings
 
-from config.errors import UserError
 from config.schema import MODEL
 from kv.plan import GLOBAL, LOCAL, plan_kv
 from lab.ablation.results import read_json
@@ -93,7 +92,6 @@ def losses_of_row(ladder, row, measured: dict) -> dict:
         return [run[name] for run in runs.values()]
     by_position = zip(*each('loss_by_position'))
     entry = {'val_loss': mean_sd(each('val_loss')),
-             'judged_through': sorted(set(each('kv_dtype'))),
              'val_loss_forward': mean_sd(each('val_loss_forward')),
              'cache_minus_forward_largest': max(each('cache_minus_forward_largest')),
              'bits_per_byte': mean_sd(each('bits_per_byte')),
@@ -109,11 +107,10 @@ def losses_of_row(ladder, row, measured: dict) -> dict:
 
 def identifiers_of_row(runs: dict) -> dict:
     """Summarise `identifiers.loss_by_distance` over the seeds."""
-    found = {seed: run['identifiers'] for seed, run in runs.items()}
-    first = next(iter(found.values()))
-    return {'count': {key: first[key]['count'] for key in first},
-            'nats': {key: mean_sd(each[key]['nats'] for each in found.values()) for key in first},
-            'seeds': list(found)}
+    found = [run['identifiers'] for run in runs.values()]
+    return {'count': {key: each['count'] for key, each in found[0].items()},
+            'nats': {key: mean_sd(each[key]['nats'] for each in found) for key in found[0]},
+            'seeds': list(runs)}
 
 
 def compare_identifiers(ladder, rows: list[dict]) -> None:
@@ -198,8 +195,7 @@ def compare_recall(rows: list[dict], baseline: str) -> None:
                 for i, seed in enumerate(recall['seeds'])}
     for row in rows:
         recall = row['recall']
-        recall |= {'baseline': baseline, 'baseline_known': known is not None,
-                   'learned': learned, 'beyond': beyond}
+        recall |= {'baseline': baseline, 'learned': learned, 'beyond': beyond}
         if beyond and row['name'] != baseline:
             recall['above_baseline'] = paired_difference(by_seed(recall), by_seed(known))
 
@@ -214,11 +210,7 @@ def local_reach(rows: list[dict]) -> int:
 def recall_of(ladder, folder) -> dict | None:
     """Return what the ladders in the setting `recall` found, from the folders next to `folder`:
     `recall`, the recall by name of the row, and `lookup`, rows of a ladder of the look-up task.
-    None without such results.
-
-    Raises:
-        UserError: if the results have an old format.
-    """
+    None without such results."""
     rows = []
     for name in filter(None, ladder.s.recall.split(',')):
         path = folder.parent / name.strip() / 'results.json'
@@ -228,8 +220,6 @@ def recall_of(ladder, folder) -> dict | None:
                           'first', stacklevel=2)
             continue
         rows += document['rows']
-        if any('baseline_known' not in row.get('recall', ['baseline_known']) for row in rows):
-            raise UserError(f'{path} is of an older version: rebuild it with --report_only=True')
     return {'recall': {row['name']: row['recall'] for row in rows if 'recall' in row},
             'lookup': [{key: row[key] for key in ('name', 'side', 'lookup')} for row in rows
                        if 'lookup' in row]} if rows else None
@@ -244,12 +234,10 @@ def facts(ladder, measured: dict) -> dict:
     names = ['dataset', 'dtype', 'B', 'T', 'iterations', 'tokens', 'hardware', 'torch']
     if runs and 'windows' in runs[0]:
         names += ['val_windows', 'val_tokens']
-    found = {name: set() for name in names}
+    values = []
     for run in runs:
         s = run['settings']
-        values = s | run | run['training'] | {
+        values.append(s | run | run['training'] | {
             'B': s['batch_size'] * s['gradient_accumulation_steps'], 'T': s['block_size'],
-            'val_windows': run.get('windows'), 'val_tokens': run.get('tokens')}
-        for name in names:
-            found[name].add(values[name])
-    return {name: sorted(values) for name, values in found.items()}
+            'val_windows': run.get('windows'), 'val_tokens': run.get('tokens')})
+    return {name: sorted({each[name] for each in values}) for name in names}

@@ -5,11 +5,54 @@ import io
 import statistics
 
 from config.sizes import nice_bytes
-from lab.ablation.cells import INTERVAL, MISSING, label, listed, mean_sd, plus_minus, smaller
 from lab.ablation.lookup import RECALLED, SOLVED
 from lab.ablation.stats import enough, seeds_needed
 from lab.ablation.summary import COMPARED, LEARNED, local_reach
 from lab.tables import Table
+
+MISSING = '-'
+INTERVAL = ("±: 95% confidence interval of the paired difference "
+            "(Student's t, n-1 degrees of freedom); with fewer than three seeds (n), the "
+            'difference of each')
+
+
+def label(row: dict) -> str:
+    """The row's name; for a side row also the row it is based on and its own max_iters."""
+    if not row['side']:
+        return row['name']
+    changes = row['changes']
+    steps = f"; {changes['max_iters']:,} iterations" if 'max_iters' in changes else ''
+    return f"{row['name']} (from {row['above']}{steps})"
+
+
+def plus_minus(difference: dict | None, form: str = '.4f', scale: float = 1) -> str:
+    """'+0.0123 ±0.0045': a paired difference and its 95% confidence interval. With fewer than three
+    pairs, the differences themselves, '+0.0123, +0.0150 (n=2)': with one degree of freedom the
+    width of the interval is mostly chance."""
+    def signed(x):
+        text = format(scale * x, '+z' + form)
+        return text if float(text) else text.lstrip('+')
+    if not difference:
+        return MISSING
+    each = difference['each']
+    if not enough(difference):
+        return f"{', '.join(map(signed, each))} (n={len(each)})"
+    return f"{signed(difference['mean'])} ±{format(scale * difference['half_95'], form)}"
+
+
+def mean_sd(values: dict | None, form: str = '.4f', scale: float = 1) -> str:
+    """'1.7718 (0.0029)': mean and, with three values or more, standard deviation."""
+    if not values:
+        return MISSING
+    text = format(scale * values['mean'], form)
+    return f"{text} ({format(scale * values['sd'], form)})" if enough(values) else text
+
+
+def listed(values) -> str:
+    """Each value once with its count, in order: '64 (x4), 32'; None is 'never'."""
+    shown = ['never' if value is None else str(value) for value in values]
+    counts = {value: shown.count(value) for value in shown}
+    return ', '.join(f'{value} (x{n})' if n > 1 else value for value, n in counts.items()) or '-'
 
 
 def models(summary: dict) -> list[dict]:
@@ -28,11 +71,11 @@ def grids(summary: dict) -> list[Table]:
     return [table for table in tables if table and table.rows]
 
 
-def with_names(title: str, rows: list[dict], columns: dict) -> Table:
+def with_names(title: str, rows: list[dict], columns: dict, left=('row',)) -> Table:
     """A table whose first column names the rows. columns: heading -> function from a row to the
     text of its cell."""
     return Table(title, ('row', *columns), [
-        (label(row), *(cell(row) for cell in columns.values())) for row in rows], left=('row',))
+        (label(row), *(cell(row) for cell in columns.values())) for row in rows], left=left)
 
 
 def headline(summary: dict, side: bool = False) -> Table:
@@ -49,28 +92,23 @@ def headline(summary: dict, side: bool = False) -> Table:
             return plus_minus(found) + star
         return starred
 
-    def seeds(row):
-        return f"{len(row['seeds'])}" + (f", failed {len(row['failed'])}" if row['failed'] else '')
-
     title = (f'{name}: validation loss in nats per token, mean over seeds (sd); differences are '
              f"paired by seed; {INTERVAL}; KV bytes at T={summary['rows'][0]['kv']['T']:,}")
     return with_names(title, [row for row in summary['rows'] if row['side'] == side], {
         'val loss': lambda row: mean_sd(row.get('val_loss')),
         'KV bytes/token': lambda row: f"{row['kv']['bytes_per_token']:,.0f}",
-        'smaller': smaller,
+        'smaller': lambda row: f"{row['kv']['smaller']:.1f}x",
         above: against('above'),
         **{f'against {summary[other]}': against(other) for other in others},
         'bits/byte': lambda row: (f"{row['bits_per_byte']['mean']:.3f}" if 'bits_per_byte' in row
                                   else MISSING),
         'parameters': lambda row: f"{row['params']:,}" if 'params' in row else MISSING,
-        'seeds': seeds})
+        'seeds': lambda row: str(len(row['seeds']))})
 
 
 def as_csv(summary: dict) -> str:
     """The main table in full precision, side rows included. Missing numbers are empty cells."""
     pairs = [key for key in COMPARED if any(row.get(key) for row in summary['rows'])]
-    looked_up = next((list(row['lookup']['accuracy']) for row in summary['rows']
-                      if row.get('lookup')), [])
     records = []
     for row in summary['rows']:
         loss, bits = row.get('val_loss') or {}, row.get('bits_per_byte') or {}
@@ -87,15 +125,12 @@ def as_csv(summary: dict) -> str:
                 record[f'{key}_{part}'] = known.get(part)
             record[f'{key}_seeds_for_0.01'] = (
                 seeds_needed(statistics.stdev(known['each']), 0.01) if known else None)
-        if looked_up:
-            found = row.get('lookup') or {'accuracy': {}}
-            record |= {f'right_of_{n}': found['accuracy'].get(n, {}).get('mean')
-                       for n in looked_up}
-            record |= {'kv_bytes': found.get('kv_bytes'),
-                       'facts': statistics.fmean(found['facts']) if 'facts' in found else None}
+        if found := row.get('lookup'):
+            record |= {f'right_of_{n}': each['mean'] for n, each in found['accuracy'].items()}
+            record |= {'kv_bytes': found['kv_bytes'], 'facts': statistics.fmean(found['facts'])}
         records.append(record)
     file = io.StringIO()
-    writer = csv.DictWriter(file, list(records[0]), lineterminator='\n')
+    writer = csv.DictWriter(file, max(records, key=len), lineterminator='\n')
     writer.writeheader()
     writer.writerows(records)
     return file.getvalue()
@@ -106,14 +141,13 @@ def bytes_held(summary: dict) -> Table:
     def held(n):
         return lambda row: nice_bytes(row['kv']['at'][n]['bytes'])
     lengths = list(summary['rows'][0]['kv']['at'])
-    table = with_names(
+    return with_names(
         'KV cache: bytes allocated for one sequence, by its length, and sequences per GB (10^9 '
         'bytes) at the largest length', models(summary), {
             'stored as': lambda row: row['kv']['dtype'],
             **{f'T={int(n):,}': held(n) for n in lengths},
-            'sequences/GB': lambda row: f"{row['kv']['at'][lengths[-1]]['sequences_per_GB']:,}"})
-    table.left = table.columns[:2]
-    return table
+            'sequences/GB': lambda row: f"{row['kv']['at'][lengths[-1]]['sequences_per_GB']:,}"},
+        left=('row', 'stored as'))
 
 
 def speeds(summary: dict) -> Table | None:
@@ -124,8 +158,8 @@ def speeds(summary: dict) -> Table | None:
 
     def median(cell):
         def text(row):
-            x = cell['rows'][row['name']].get('median')
-            return MISSING if x is None else f'{x:.2f}' if x < 10 else f'{x:,.1f}'
+            found = cell['rows'][row['name']]
+            return f"{found['median']:,.2f}" if 'median' in found else MISSING
         return text
     heads = {'decode': 'TPOT {:,} B={}', 'prefill': 'TTFT {:,}', 'train': 'training tokens/s'}
     shape = ''.join(f', {name}={value}' for name, value in speed['shape'].items())
@@ -188,9 +222,8 @@ def recalls(summary: dict) -> Table | None:
              f'seeds (sd); differences in points, paired by seed; {INTERVAL}; local layers alone '
              f'reach {reach:,}')
     if first['learned'] != distances:
-        unknown = '' if first['baseline_known'] else ' or is not measured yet'
-        title += (f'; at distances marked * {baseline} names less than {LEARNED:.0%} right{unknown}'
-                  ', and they do not distinguish the rows')
+        title += (f'; at distances marked * {baseline} names less than {LEARNED:.0%} right, and '
+                  'they do not distinguish the rows')
     columns = shares('recall', 'accuracy', {
         f"{int(d):,} back{'' if d in first['learned'] else '*'}": d for d in distances})
     if first['beyond']:

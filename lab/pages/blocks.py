@@ -1,21 +1,27 @@
 """The tables of README.md and docs/, and the reports that commands print there.
 
 TABLES has {name of the block: (a function that returns the rows, {heading: cell})}, as `table`
-takes them. All words stand in the pages themselves.
+takes them. The rows come from results/, all words stand in the pages themselves.
 """
+import contextlib
+import io
 import json
-import os
+import runpy
 import statistics
-import subprocess
 import sys
 import tempfile
 import textwrap
 from pathlib import Path
+from unittest import mock
 
-from lab.ablation.cells import listed, mean_sd, plus_minus
 from lab.ablation.stats import paired_difference
-from lab.pages.tables import ROOT, cells, load, replays, rows_of, table
+from lab.ablation.tables import listed, mean_sd, plus_minus
 
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / 'results'
+SERVERS = {'nanokv': 'nanoKV, float32', 'nanokv int8': 'nanoKV, int8',
+           'vllm float32': 'vLLM, float32', 'vllm bfloat16': 'vLLM, bfloat16',
+           'llama.cpp': 'llama.cpp, float16'}
 # Rows of equal dtypes come before those of mixed ones. Each: file, index of the cell, work, dtypes
 # of nanoKV and of the baseline, the baseline, its name in the file, metric.
 SPEEDS = [
@@ -35,6 +41,20 @@ SPEEDS = [
 
 
 # -- rows ------------------------------------------------------------------------------------------
+
+def load(name: str) -> dict:
+    return json.loads((RESULTS / f'{name}.json').read_text(encoding='utf-8'))
+
+
+def cells(name: str) -> list[dict]:
+    """The cells of a benchmark in results/cpu/."""
+    return load(f'cpu/{name}')['cells']
+
+
+def rows_of(ladder: str) -> dict[str, dict]:
+    """{name: row} of a ladder, in its order."""
+    return {row['name']: row for row in load(f'{ladder}/results')['rows']}
+
 
 def kv_bytes() -> list[dict]:
     found = [load(f'kv/gpt2_mqa_local-T{T}') for T in (1024, 8192)]
@@ -58,6 +78,21 @@ def speeds() -> list[dict]:
                          theirs=f'{other}: {form.format(theirs)}',
                          ratio=cell['ratios']['tokens_per_second'][side]['median']))
     return rows
+
+
+def replays() -> list[dict]:
+    """The results of lab/scripts/sessions.sh, with the name of the server and its dtype."""
+    found = []
+    for line in (RESULTS / 'sessions/replay.jsonl').read_text(encoding='utf-8').splitlines():
+        each = json.loads(line)
+        dtype = each['more'].rpartition('=')[2]
+        found.append(each | {'name': SERVERS[f"{each['server']} {dtype}".strip()]})
+
+    def place(each):
+        by_memory = -each['kv'] if each['users'] else 0
+        return each['trace'], by_memory, list(SERVERS.values()).index(each['name']), each['kv']
+
+    return sorted(found, key=place)
 
 
 def stalls() -> list[dict]:
@@ -159,30 +194,47 @@ TABLES = {
 # -- what commands print ---------------------------------------------------------------------------
 
 def printed(command: str, width: int = 120) -> str:
-    """What `python -m COMMAND` prints, as a block of code."""
-    done = subprocess.run([sys.executable, '-m', *command.split()], cwd=ROOT, check=True, text=True,
-                          capture_output=True, env=os.environ | {'COLUMNS': str(width)})
+    """What `python COMMAND` prints, as a block of code."""
+    out, argv = io.StringIO(), command.split()
+    with mock.patch.object(sys, 'argv', argv), contextlib.redirect_stdout(out):
+        runpy.run_path(str(ROOT / argv[0]), run_name='__main__')
     lines = [textwrap.fill(line, width) if len(line) > width else line.rstrip()
-             for line in done.stdout.strip().splitlines()]
+             for line in out.getvalue().strip().splitlines()]
     return '\n'.join(['```', *lines, '```'])
 
 
 def account_report() -> str:
-    configs = json.loads((ROOT / 'results/accounting/models.json').read_text(encoding='utf-8'))
+    configs = load('accounting/models')
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, 'config.json').write_text(json.dumps(configs['Gemma 3 4B']), encoding='utf-8')
-        return printed(f'kv {folder} --max_seq_len=32768 --budget=24GB --like=nanokv', width=100)
+        return printed(f'kv/__main__.py {folder} --max_seq_len=32768 --budget=24GB --like=nanokv',
+                       width=100)
 
 
 REPORTS = {
     'plan-report': lambda: printed(
-        'kv config/train_gpt2_mqa_local.py --max_seq_len=8192 --budget=1GB'),
+        'kv/__main__.py config/train_gpt2_mqa_local.py --max_seq_len=8192 --budget=1GB'),
     'account-report': account_report,
     'capacity-example': lambda: printed(
-        'kv.capacity config/train_gpt2_mqa_local.py --n_layer=24 --n_head=32 --n_embd=2048 '
+        'kv/capacity.py config/train_gpt2_mqa_local.py --n_layer=24 --n_head=32 --n_embd=2048 '
         '--head_dim=64 --mlp_hidden=0 --kv_dtype=int8 --context=4096 --hit_rate=0.95 '
         '--requests_per_second=20000 --tpot=50'),
 }
+
+
+def table(rows, columns: dict) -> str:
+    """Return rows (dicts) as a table. Each column is {heading: cell}, and a cell a format string
+    over the row, '{val_loss[mean]:.4f}', or a function of the row. The first column is aligned to
+    the left, all others to the right.
+    """
+    def line(texts):
+        return f"| {' | '.join(texts)} |"
+
+    lines = [line(columns), '|---|' + '---:|' * (len(columns) - 1)]
+    for row in rows:
+        lines.append(line(cell(row) if callable(cell) else cell.format_map(row)
+                          for cell in columns.values()))
+    return '\n'.join(lines)
 
 
 def written(name: str) -> str:

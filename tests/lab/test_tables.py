@@ -18,12 +18,12 @@ def printed(width):
 
 
 def test_trailing_columns_that_do_not_fit_are_named():
-    lines = printed(32)
+    lines = printed(24)
     assert '1,234,567' in ' '.join(lines) and '+0.0123' not in ' '.join(lines)
     assert lines[-1] == '(no room for: against the row above)'
 
 
-@pytest.mark.parametrize('width', [60, 50, 45])
+@pytest.mark.parametrize('width', [60, 45])
 def test_words_are_wrapped_and_no_number_is_cut(width):
     lines = printed(width)
     assert max(map(len, lines)) <= width

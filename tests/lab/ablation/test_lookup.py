@@ -10,32 +10,20 @@ from config.gpt_config import GPTConfig
 from data.recall.lookup import LookupTask
 from lab.ablation import lookup as looking
 from lab.ablation import tables
-from lab.ablation.cells import listed
 from lab.ablation.summary import lookup_of_row
+from lab.ablation.tables import listed
 from model import GPT, model_args
+from tests.lab.ablation.test_ablate import LADDER
 
 TASK = LookupTask(block_size=60, pairs=(9, 2, 5), gap=11, n_keys=30, n_values=20)
 CONFIG = GPTConfig(block_size=60, vocab_size=TASK.vocab_size, n_layer=3, n_head=2, n_embd=8,
                    layer_pattern='LLG', window_size=4, n_kv_head=1)
-LADDER = '''
+ROWS = """
 base = 'config/train_lookup.py'
 lookup_task = 'pairs=1,2 gap=4 n_keys=8 n_values=8 sequences=20'
-n_layer = 3
-n_embd = 16
-n_head = 2
 block_size = 16
-batch_size = 4
-max_iters = 12
-lr_decay_iters = 12
-warmup_iters = 2
-eval_interval = 6
-eval_iters = 1
-keep_checkpoints = 9
 rows = {'MHA': {}, '+ int8 KV': dict(kv_dtype='int8')}
-seeds = '1'
-speed = False
-contexts = '16'
-'''
+"""
 
 
 @pytest.fixture
@@ -114,11 +102,11 @@ def test_what_the_table_says():
 @pytest.mark.slow
 def test_a_ladder_of_it(tmp_path, capsys):
     path, folder = tmp_path / 'ablate_facts.py', tmp_path / 'results'
-    path.write_text(LADDER)
+    path.write_text(LADDER + ROWS)
     ablate.main([str(path), f'--folder={folder}', '--device=cpu', '--json=True'])
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])['rows']
-    state = 3 * 2 * 4 * 4  # of the offset keys of 3 layers, 2 heads of 8
-    for row, nbytes in zip(rows, (3 * 2 * 16 * 16 * 4 + state, 3 * 2 * 16 * 2 * (8 + 2) + state)):
+    state = 2 * 2 * 4 * 4  # of the offset keys of 2 layers, 2 heads of 8
+    for row, nbytes in zip(rows, (2 * 2 * 16 * 16 * 4 + state, 2 * 2 * 16 * 2 * (8 + 2) + state)):
         found = row['lookup']
         assert found['kv_bytes'] == nbytes and set(found['accuracy']) == {'1', '2'}
         assert len(found['facts']) == 1 and all(

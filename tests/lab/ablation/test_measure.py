@@ -1,6 +1,5 @@
 """Evaluating trained weights with the row's cache, converted according to the row."""
 import dataclasses
-import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,11 +10,12 @@ from config.errors import UserError
 from data.bpe import bpe_of, encode_documents
 from data.making.writer import write_dataset
 from data.recall.lags import LagTask
-from data.tokenizer import CharTokenizer
+from data.tokenizer import BPETokenizer, CharTokenizer
 from training.evaluate import window_starts
 from engine.weights.quantize import weights_dtype
 from kv.cache import KVCache
-from lab.ablation import measure
+from lab.ablation import lookup, measure
+from lab.ablation.identifiers import find_identifiers, loss_by_distance
 from lab.ablation.ladder import read_ladder
 from model import GPT
 from tests.lab.ablation.test_ladder import CONFIG
@@ -113,26 +113,20 @@ rows = {'local': dict(layer_pattern='L', window_size=8, pos_embedding='rope')}
     saved = {'model': model.state_dict(), 'model_args': vars(model.config)}
     found = measure.measure(ladder, row, 1, saved, tmp_path / 'ckpt.pt')
 
-    pieces = [encoding.decode_single_token_bytes(i).decode() for i in ids.tolist()]
-    ends = np.cumsum([len(piece) for piece in pieces])
-    spans = [[np.searchsorted(ends, at, side='right') for at in (match.start(), match.end() - 1)]
-             for match in re.finditer('first|second|third', ''.join(pieces))]
-    expected = []
-    for start in window_starts(len(ids), 64):
-        x = torch.from_numpy(ids[start:start + 65].astype('int64'))
-        with torch.no_grad():
-            logits = model(x[None, :-1], all_logits=True)[0][0]
-        nats = torch.nn.functional.cross_entropy(logits, x[1:], reduction='none')
-        expected += [nats[first - start - 1:last - start].sum().item() for first, last in spans
-                     if start < first and last <= start + 64]
-    identifiers = found['identifiers'].values()
-    assert sum(one['count'] for one in identifiers) == len(expected) > 60
-    total = sum(one['count'] * one['nats'] for one in identifiers)
-    assert total == pytest.approx(sum(expected), rel=1e-4)
-    assert found['identifiers']['new']['count'] <= 3 * found['windows'] < len(expected)
+    starts = np.array(window_starts(len(ids), 64))
+    x = torch.from_numpy(np.stack([ids[start:start + 65] for start in starts]).astype('int64'))
+    with torch.no_grad():
+        logits = model(x[:, :-1], all_logits=True)[0]
+    nats = torch.nn.functional.cross_entropy(logits.mT, x[:, 1:], reduction='none')
+    expected = loss_by_distance(nats.numpy(), starts, find_identifiers(ids, BPETokenizer(encoding)))
+    assert sum(each['count'] for each in expected.values()) > 60
+    assert found['identifiers'] == {key: pytest.approx(each, rel=1e-4)
+                                    for key, each in expected.items()}
 
 
 def test_a_row_that_changes_at_inference_gets_converted_weights(ladder, saved):
+    with pytest.raises(UserError, match='another model than row .*MQA'):
+        measure.trained_model(ladder, ladder.rows['+ MQA'], saved, 'ckpt.pt')
     plain = measure.trained_model(ladder, ladder.rows['+ windows'], saved, 'ckpt.pt')
     tied = measure.trained_model(ladder, ladder.rows['tied later'], saved, 'ckpt.pt')
     assert len(tied.plan.slots) == 2 and len(plain.plan.slots) == 3
@@ -140,15 +134,9 @@ def test_a_row_that_changes_at_inference_gets_converted_weights(ladder, saved):
     assert torch.equal(tied.state_dict()[name], plain.state_dict()[name][:32])
 
 
-def test_another_model_is_refused(ladder, saved):
-    with pytest.raises(UserError, match='another model than row .*MQA'):
-        measure.trained_model(ladder, ladder.rows['+ MQA'], saved, 'ckpt.pt')
-
-
 def test_recall_counts_what_is_asked_alone(ladder, saved, monkeypatch):
     """A model that predicts the right token always, never, or at only one distance."""
-    row = ladder.rows['+ windows']
-    model = measure.trained_model(ladder, row, saved, 'ckpt.pt')
+    model = measure.trained_model(ladder, ladder.rows['+ windows'], saved, 'ckpt.pt')
     task = LagTask(64, (7, 20))
 
     def oracle(right_at):
@@ -162,9 +150,9 @@ def test_recall_counts_what_is_asked_alone(ladder, saved, monkeypatch):
             return out
         return lambda *args: logits_of
     for right_at in ((7, 20), (20,), ()):
-        monkeypatch.setattr(measure, 'through_cache', oracle(right_at))
-        found = measure.recall(model, row, task, rows=32)['accuracy']
-        for distance in task.distances:
-            assert found[distance] == 1.0 if distance in right_at else found[distance] < 0.05
-    assert measure.recall(model, row, task, rows=4)['local_reach'] == 2 * 7
-    assert np.isfinite(list(found.values())).all()
+        monkeypatch.setattr(lookup, 'through_cache', oracle(right_at))
+        found = lookup.recall(model, 'float32', task, rows=32)
+        assert found['local_reach'] == 2 * 7
+        for distance, share in found['accuracy'].items():
+            assert share == 1.0 if distance in right_at else share < 0.05
+        assert list(found['accuracy']) == [7, 20]

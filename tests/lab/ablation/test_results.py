@@ -1,6 +1,5 @@
 """Finished results: those with the same settings, wherever and whenever they were made."""
 import json
-import re
 
 import pytest
 
@@ -76,23 +75,17 @@ def test_a_new_key_of_train_changes_nothing_and_another_default_does(results):
     assert here.read(row, 1) is None
 
 
-@pytest.mark.parametrize('cores, wanted', [
-    (('now', 'now', 'now'), []),
-    (('old', 'now', 'older'), ['2 of 3 results were measured with another version of the core']),
-    ((None, 'old', None), ['1 of 3 results were ', '2 of 3 .* do not record']),
-])
-def test_results_of_another_core_are_counted_and_kept(results, monkeypatch, cores, wanted):
+def test_results_of_another_core_are_counted_and_kept(results, monkeypatch):
     monkeypatch.setattr('lab.ablation.results.core_digest', lambda: 'now')
     here = results()
-    row = here.ladder.rows['+ MQA']
-    for seed, core in enumerate(cores[:2], 1):
-        known = {'core': core} if core else {}
-        here.write(row, seed, known | {
-            'fingerprint': here.ladder.fingerprint(row), 'settings': {}})
-    lines = here.other_core({'cells': [], 'core': cores[2]})
-    assert len(lines) == len(wanted)
-    assert all(re.match(pattern, line) for pattern, line in zip(wanted, lines))
-    assert here.read(row, 1) and here.read(row, 2)
+    row, lines = here.ladder.rows['+ MQA'], []
+    for seed, known in enumerate(({'core': 'now'}, {'core': 'old'}, {}), 1):
+        found = {'fingerprint': here.ladder.fingerprint(row), 'settings': {}}
+        here.write(row, seed, known | found)
+        assert here.read(row, seed)
+        lines.append(here.other_core({'cells': [], 'core': 'now'})[:6])
+    assert lines == ['', '1 of 3', '2 of 4']
+    assert here.other_core({'cells': [], 'core': 'older'}).startswith('3 of 4')
 
 
 def test_a_failure_counts_for_all_rows_with_the_same_weights(results):
