@@ -3,7 +3,6 @@ import contextlib
 import ctypes
 import os
 import platform
-import re
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -29,17 +28,10 @@ def pick_device(name: str) -> torch.device:
         if device.type == 'cuda' and device.index is not None:
             torch.cuda.set_device(device)  # kernels are launched and graphs captured on it
     except (RuntimeError, AssertionError, ValueError) as e:
-        raise UserError(f'device={name!r} cannot be used here{_why_no_cuda(name)}; '
-                        "usable are 'auto', " + ', '.join(map(repr, usable))) from e
+        reason = (str(e).splitlines() or [type(e).__name__])[0]
+        raise UserError(f"device={name!r} cannot be used here; usable are 'auto', "
+                        f'{", ".join(map(repr, usable))} (torch: {reason[:200]})') from e
     return device
-
-
-def _why_no_cuda(name: str) -> str:
-    if not re.fullmatch(r'cuda(:\d+)?', name):
-        return ''
-    if not torch.backends.cuda.is_built():
-        return f', because this torch ({torch.__version__}) was built without CUDA'
-    return '' if torch.cuda.device_count() else ', because torch sees no GPU'
 
 
 def check_seed(seed: int) -> None:

@@ -4,18 +4,22 @@
     python -m training.memory config/train_gpt2.py --budget=24GB --device=cuda --chunked_loss=False
     python -m training.memory --help
 
-Predictions are for the eager model on one process (`training.memory_use`); compiled models fuse
-operations and keep less.
+Predictions are for the eager model on one process: `training.memory_use` measures a step of a model
+of fake tensors. Compiled models fuse operations and keep less.
 """
 from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
 import dataclasses
+import functools
 import json
 import os
+from unittest import mock
 
 import torch
 from rich.table import Table
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import configurator
+import training.recompute
 from config.errors import UserError, at_least
 from config.gpt_config import GPTConfig
 from config.schema import MODEL
@@ -23,55 +27,76 @@ from config.sizes import nice_bytes, parse_bytes
 from data.datasets import DATA_ROOT
 from data.tokenfiles import read_meta
 from kv.console import output, print_table
-from training.device import pick_device, pick_dtype
+from model import GPT
+from training.device import autocast, pick_device, pick_dtype
 from training.int8_forward import train_for_int8
-from training.loss import rows_at_a_time
-from training.memory_use import Predictor, free_memory, measure
+from training.loss import linear_cross_entropy, rows_at_a_time
+from training.memory_use import free_memory, measure
+from training.offload import offloaded
 from training.optim import state_name
-from training.recompute import policy_of
+from training.recompute import policy_of, set_recompute
 from training.z_loss import add_z_loss
 
 FASTEST_FIRST = ('none', 'selective', 'mlp', 'block', 'sqrt')
 USABLE = 0.9  # fraction of the free memory; the rest is for workspaces and fragmentation
 LARGEST = 2 ** 20  # sequences
+PARTS = {'parameters': 'parameters', 'gradients': 'gradients', 'optimizer': 'optimizer state',
+         'activations': 'activations', 'loss_peak': 'logits and loss', 'peak': 'peak',
+         'offloaded': 'on the host'}
 
 
 class Plans:
-    """Cached predictions for a run's settings `s` and a GPTConfig. policies: the fastest first.
-    whole: the largest batch size whose logits are not chunked; 0 if none ever are."""
+    """A fake model that predicts the memory of the steps of a run with settings `s`.
+
+    device: the one that is planned for. Where it is CUDA but there is none, the predictions are for
+    the CPU's kernels, because autograd needs a CUDA device even for fake tensors.
+
+    Attributes:
+        policies: the fastest first.
+        whole: the largest batch size whose logits are not chunked; 0 if none ever are.
+    """
 
     def __init__(self, s, config, device: torch.device, dtype: torch.dtype, n_processes: int = 1,
                  optimizer=None):
-        self.s, self.dtype = s, dtype
+        self.s, self.dtype, self.distributed = s, dtype, n_processes > 1
+        self.accumulate = s.gradient_accumulation_steps > n_processes
         self.optimizer = optimizer if optimizer and optimizer.state else state_name(s)
-        self.predictor = Predictor(config, device)
-        kernels = self.predictor.device.type
-        if s.attention_backend in ('math', 'sdpa'):  # the others need as much as 'auto'
-            self.predictor.model.attention_backend = s.attention_backend
-        with self.predictor.fake:
+        can_run = device.type != 'cuda' or torch.cuda.is_available()
+        self.device = device if can_run else torch.device('cpu')
+        self.fake = FakeTensorMode()
+        with self.fake, torch.device(self.device):
+            self.model = GPT(config)
             if s.int8_forward:
-                train_for_int8(self.predictor.model)
+                train_for_int8(self.model)
             if s.attention_z_loss:
-                add_z_loss(self.predictor.model, s.attention_z_loss)
-        self.accumulate = s.gradient_accumulation_steps // n_processes > 1
-        self.distributed = n_processes > 1
+                add_z_loss(self.model, s.attention_z_loss)
+        self.model.loss_fn = linear_cross_entropy if s.chunked_loss else None
+        if s.attention_backend in ('math', 'sdpa'):  # the others need as much as 'auto'
+            self.model.attention_backend = s.attention_backend
         self.policies = FASTEST_FIRST
-        if device.type == kernels == 'cuda' and not s.compile:
+        if self.device.type == 'cuda' and not s.compile:
             self.policies += ('offload',)
-        rows = rows_at_a_time(config.vocab_size, kernels)
+        rows = rows_at_a_time(config.vocab_size, self.device.type)
         self.whole = rows // s.block_size if s.chunked_loss else 0
         self._cache = {}
 
     def memory(self, policy: str, batch_size: int = 0):
         """Return the `Memory` of a step; batch_size 0 = the settings'. With several processes the
         peak includes DDP's buckets, which are as large as the gradients."""
-        s, key = self.s, (policy, batch_size or self.s.batch_size)
+        key = policy, batch_size or self.s.batch_size
         if key not in self._cache:
-            m = self.predictor.predict(*key, s.block_size, s.chunked_loss, self.dtype,
-                                       self.accumulate, self.optimizer)
-            peak = m.peak + m.gradients * self.distributed
-            self._cache[key] = dataclasses.replace(m, peak=peak)
+            self._cache[key] = self._predict(*key)
         return self._cache[key]
+
+    def _predict(self, policy, batch_size):
+        set_recompute(self.model, policy)
+        # FakeTensorMode supports neither streams nor pinned memory
+        offload = functools.partial(offloaded, streams=False)
+        with self.fake, mock.patch.object(training.recompute, 'offloaded', offload):
+            x = torch.zeros(batch_size, self.s.block_size, dtype=torch.int64, device=self.device)
+            m = measure(self.model, (x, torch.zeros_like(x)), autocast(self.device, self.dtype),
+                        optimizer=self.optimizer, accumulate=self.accumulate)
+        return dataclasses.replace(m, peak=m.peak + m.gradients * self.distributed)
 
     def rows(self, budget: int = 0) -> list[dict]:
         """Return a row per policy; 'recomputed' is the fraction of FLOPs that it adds to a step.
@@ -153,25 +178,19 @@ def print_memory_report(run, dtype: torch.dtype) -> None:
     s, console = run.s, output()
     plans = Plans(s, run.model.config, run.device, dtype, run.ranks.world_size, run.optimizer)
     policy = policy_of(run.model)
-    predicted = plans.memory(policy)
     try:
-        measured = measure(run.model, run.batch, autocast=run.autocast, optimizer=plans.optimizer,
-                           accumulate=plans.accumulate)
-    except torch.OutOfMemoryError:
-        measured = None
-    parts = {'parameters': 'parameters', 'gradients': 'gradients', 'optimizer': 'optimizer state',
-             'activations': 'activations', 'loss_peak': 'logits and loss', 'peak': 'peak',
-             'offloaded': 'on the host'}
+        measured = vars(measure(run.model, run.batch, autocast=run.autocast,
+                                optimizer=plans.optimizer, accumulate=plans.accumulate))
+    except torch.OutOfMemoryError:  # the table has '-' there
+        measured = {}
     table = _table('', 'predicted', 'measured')
-    for part, name in parts.items():
-        sizes = getattr(predicted, part), measured and getattr(measured, part)
+    for part, name in PARTS.items():
+        sizes = getattr(plans.memory(policy), part), measured.get(part)
         table.add_row(name, *map(_size, sizes))
     eager = '; compiled, less' if s.compile else ''
     title = (f'Memory of a step: {s.batch_size} x {s.block_size:,} tokens, '
              f'recompute={policy!r}{eager}')
     print_table(console, table, title)
-    if measured is None:
-        console.print(f'measured: it does not fit on {run.device}', highlight=False)
     print_table(console, _policy_table(plans.rows(), s.batch_size), '\nevery policy, predicted')
 
 
@@ -221,18 +240,18 @@ def main(argv=None):
     rows = plans.rows(budget)
     if not any(row['largest_batch'] for row in rows):
         raise plans.nothing_fits(f'budget={s.budget!r}: nothing fits', 1, budget)
-    m, kernels = plans.memory('none'), plans.predictor.device
+    m = plans.memory('none')
     dtype = str(dtype).removeprefix('torch.')
     title = f'micro-batches of {s.block_size:,} tokens in {nice_bytes(budget)}'
     print_table(output(), _policy_table(rows, s.batch_size), title)
     print(f'parameters {nice_bytes(m.parameters)}, gradients {nice_bytes(m.gradients)}, '
           f'optimizer {nice_bytes(m.optimizer)} are in every peak; {dtype} arithmetic')
-    if kernels.type != device.type:
+    if plans.device.type != device.type:
         print(f"There is no {device.type} here: these are the tensors of the CPU's kernels, "
               'without offloading')
     if s.json:
         print(json.dumps({
-            'budget': budget, 'device': str(device), 'kernels': str(kernels),
+            'budget': budget, 'device': str(device), 'kernels': str(plans.device),
             'dtype': dtype, 'block_size': s.block_size, 'policies': rows,
             'parameters': m.parameters, 'gradients': m.gradients, 'optimizer': m.optimizer}))
 

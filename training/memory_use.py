@@ -1,37 +1,27 @@
-"""Memory of a training step: measured on a real step, or predicted with fake tensors.
+"""Memory of a training step: `measure` runs one with the eager model and tracks every storage.
 
-    measure(model, (x, y))               # one forward and backward pass over this batch
-    Predictor(config).predict('mlp', 8)  # the same with fake tensors
-
-Both run the eager model and track every storage. Compiled models fuse operations and keep less.
+The model may be fake (`training.memory`). Compiled models fuse operations and keep less.
 """
 import contextlib
-import functools
 import weakref
 from collections import Counter
 from dataclasses import asdict, dataclass
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 import attention.kernels.flex
-import training.recompute
 from config.errors import UserError
 from config.sizes import available_memory, nice_bytes
 from kv.parts import tensor_nbytes
-from model import GPT
-from training.device import autocast as autocast_for
 from training.device import memory_use
 from training.host_optimizer import HostAdamW
-from training.loss import linear_cross_entropy
-from training.offload import offloaded
 from training.optim import state_nbytes
-from training.recompute import policy_of, set_recompute
+from training.recompute import policy_of
 
 ACTIVATIONS, LOSS, BACKWARD = 'activations', 'logits and loss', 'gradients'
 aten = torch.ops.aten
@@ -234,37 +224,6 @@ def state_bytes(model, optimizer='adamw') -> tuple[int, int, int]:
         return parameters, gradients, sum(tensor_nbytes(x) for x in state if torch.is_tensor(x))
     name = optimizer if isinstance(optimizer, str) else 'adamw'
     return parameters, gradients, state_nbytes(model, name)
-
-
-class Predictor:
-    """A fake model that predicts the memory of steps with different policies and batches.
-
-    device: 'cuda' requires a CUDA device, because autograd does even with fake tensors. Without
-    one, the CPU's kernels are used and `device` is 'cpu'.
-    """
-
-    def __init__(self, config, device='cpu'):
-        self.device = torch.device(device)
-        if self.device.type == 'cuda' and not torch.cuda.is_available():
-            self.device = torch.device('cpu')
-        self.fake = FakeTensorMode()
-        with torch.random.fork_rng([], device_type='cuda'), self.fake, torch.device(self.device):
-            self.model = GPT(config)
-
-    def predict(self, policy: str = 'none', batch_size: int = 1, block_size: int = 0,
-                chunked_loss: bool = True, dtype: torch.dtype = torch.float32,
-                accumulate: bool = False, optimizer='adamw') -> Memory:
-        """Predict a step over (batch_size, block_size) tokens; 0 = the config's block_size."""
-        T = block_size or self.model.config.block_size
-        set_recompute(self.model, policy)
-        self.model.loss_fn = linear_cross_entropy if chunked_loss else None
-        # FakeTensorMode supports neither streams nor pinned memory.
-        offload = functools.partial(offloaded, streams=False)
-        offload = mock.patch.object(training.recompute, 'offloaded', offload)
-        with torch.random.fork_rng([], device_type='cuda'), self.fake, offload:
-            x = torch.zeros(batch_size, T, dtype=torch.int64, device=self.device)
-            return measure(self.model, (x, torch.zeros_like(x)), autocast_for(self.device, dtype),
-                           accumulate=accumulate, optimizer=optimizer)
 
 
 def memory_line(model, optimizer, device: torch.device) -> str:

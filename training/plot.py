@@ -3,11 +3,11 @@
     python -m training.plot out-mqa-local    # writes out-mqa-local/loss.png
     python -m training.plot out-vanilla out-mqa-local --out=compare.png --x=tokens
 
-The figure shows the training loss as logged (points), its running mean (dashed) and the validation
-loss (circles on a line).
+The figure shows the training loss as logged (a pale line) and the validation loss (circles).
 """
 from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
 import argparse
+import itertools
 import math
 from pathlib import Path
 
@@ -18,7 +18,6 @@ from configurator import run_program
 from training.log import read_metrics
 from training.plotting import COLOURS, save, subplots
 
-MOST_LOGGED = 3  # with more runs, the points of the logged losses would hide the lines
 UNITS = {'iter': ('iteration', 1), 'tokens': ('training tokens (millions)', 1e6),
          'time': ('training time without evaluations (minutes)', 60)}
 
@@ -56,45 +55,24 @@ def _column(rows, name, path):
     return np.where(np.isfinite(column), column, math.nan)
 
 
-def running_mean(y: np.ndarray, n: int) -> np.ndarray:
-    """Return the mean of the `n` values around each, fewer at the ends, ignoring NaN."""
-    known, box = ~np.isnan(y), np.ones(n)
-    sums, counts = (np.convolve(each, box)[n // 2:][:len(y)]
-                    for each in (np.where(known, y, 0.0), known))
-    return np.divide(sums, counts, out=np.full(len(y), math.nan), where=counts > 0)
-
-
 def draw(folders: list[str], path: Path, x: str = 'iter') -> None:
     """Write the figure. Raises UserError if matplotlib is missing, `path` cannot be written (or has
     an unknown suffix), or a run did not log the values needed for `x`."""
     runs, (label, unit) = [read_run(folder, x) for folder in folders], UNITS[x]
     with subplots(figsize=(8, 5), layout='constrained') as (figure, axis):
-        for folder, colour, (at, loss, val_loss) in zip(folders, _colours(runs), runs):
-            mean = running_mean(loss, max(1, len(loss) // 50))
-            axis.plot(at / unit, mean, '--', color=colour, linewidth=1.2)
+        for folder, colour, (at, loss, val_loss) in zip(folders, itertools.cycle(COLOURS), runs):
+            axis.plot(at / unit, loss, color=colour, alpha=0.35, linewidth=0.8)
 
             evaluated = ~np.isnan(val_loss)
             name = folder.replace('$', r'\$')  # matplotlib's $ starts a formula
             if evaluated.any():
                 name += f' ({np.nanmin(val_loss):.4f})'
             axis.plot(at[evaluated] / unit, val_loss[evaluated], 'o-', color=colour, markersize=4.5,
-                      markeredgecolor='white', markeredgewidth=0.7, zorder=3, label=name)
+                      label=name)
 
-        limits = axis.get_ylim()  # single losses may lie outside
-        for colour, (at, loss, _) in zip(_colours(runs), runs if len(runs) <= MOST_LOGGED else []):
-            axis.plot(at / unit, loss, '.', color=colour, alpha=0.25, markersize=4,
-                      markeredgewidth=0, zorder=1)
-        axis.set_ylim(limits)
         axis.set(xlabel=label, ylabel='loss (nats per token)')
-        axis.xaxis.set_major_formatter(lambda value, _: f'{value:,.10g}')
-        axis.set_title('points: training loss    dashed: its running mean    '
-                       'circles: validation loss', loc='left', fontsize=8, color='#666666')
         axis.legend(loc='upper right', title='run (best validation loss)', title_fontsize=8)
         save(figure, path, dpi=150)
-
-
-def _colours(runs):
-    return [COLOURS[k % len(COLOURS)] for k in range(len(runs))]
 
 
 def main(argv=None):

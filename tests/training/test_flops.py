@@ -34,8 +34,8 @@ def test_grouped_heads_windows_and_readers_by_hand():
     assert flops.total == flops.weights + flops.attention
 
 
-@pytest.mark.parametrize('T', [1, 2, 5, 16, 33])
-@pytest.mark.parametrize('window', [0, 1, 2, 5, 16, 40])
+@pytest.mark.parametrize('T', [1, 5, 33])
+@pytest.mark.parametrize('window', [0, 1, 5, 40])
 def test_mean_keys_is_the_mean_over_the_mask(T, window):
     assert mean_keys(T, window) == pytest.approx(dense_mask(T, T, window).sum().item() / T,
                                                  rel=1e-12)
@@ -55,17 +55,12 @@ def test_matrix_products_are_what_torch_counts(settings):
     assert linear == flops_per_token(model, 8).weights * idx.numel()
 
 
-def test_the_classic_figure_is_nanogpts():
+def test_rates_of_whole_sequences_nanogpts_and_ours():
     model = GPT(GPTConfig(**VANILLA))
     N = sum(p.numel() for p in model.parameters()) - 8 * 4
-    a100 = 312e12
     rate = (6 * N + 12 * 2 * 2 * 2 * 8) * 8 * 3 / 0.5
-    assert estimate_mfu(model, 3, 0.5) == pytest.approx(rate / a100)
-
-
-def test_the_rate_is_of_whole_sequences():
-    model = GPT(GPTConfig(**FULL_STACK))
-    for T, more in ((64, {}), (10, dict(T=10))):
+    assert estimate_mfu(model, 3, 0.5) == pytest.approx(rate / 312e12)  # of an A100
+    for T, more in ((8, {}), (5, dict(T=5))):
         flops = flops_per_token(model, T).total * T * 5
         assert achieved(model, 5, 0.25, **more) == pytest.approx(flops / 0.25 / 1e12)
 

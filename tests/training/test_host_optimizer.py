@@ -4,7 +4,6 @@ import copy
 import pytest
 import torch
 
-from config.errors import UserError
 from config.sizes import nice_bytes
 from tests.helpers.optim import assert_equal, backward, model_of, settings, step, weights
 from training.host_optimizer import HostAdamW
@@ -89,9 +88,3 @@ def test_nothing_of_it_counts_as_the_devices():
     assert optimizer.host_nbytes() == 4 * parameters + 4 * len(list(model.parameters()))
     assert f'optimizer {nice_bytes(0)} (and {nice_bytes(optimizer.host_nbytes())} on the host)' in \
         memory_line(model, optimizer, torch.device('cpu'))
-
-
-@pytest.mark.parametrize('name', ['muon', 'adamw8bit'])
-def test_it_is_for_adamw(name):
-    with pytest.raises(UserError, match=f"goes with optimizer='adamw', not '{name}'"):
-        make_optimizer(model_of(), settings(optimizer=name, offload_optimizer=True), 'cpu')

@@ -44,15 +44,18 @@ def relative_gaps(model, plain):
 # -- both
 
 @BOTH
-def test_under_autocast_outputs_are_halves_and_gradients_float32(change):
-    model, plain = pair(change=change)
-    with autocast(torch.device('cpu'), torch.bfloat16):
+@pytest.mark.parametrize('bias, dtype, bound', [
+    (True, torch.float32, 0.05), (False, torch.float32, 0.05), (True, torch.bfloat16, 0.3)])
+def test_gradients_are_near_those_of_float32_and_outputs_halves_under_autocast(
+        change, bias, dtype, bound):
+    model, plain = pair(bias, change)
+    with autocast(torch.device('cpu'), dtype):
         y = model.transformer.h[0].mlp.c_fc(torch.randn(1, 4, 64))
         backward(model, 0)
     backward(plain, 0)
-    assert y.dtype == torch.bfloat16
-    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
-    assert max(relative_gaps(model, plain).values()) < 0.3
+    assert y.dtype == dtype and all(p.grad.dtype == torch.float32 for p in model.parameters())
+    gaps = relative_gaps(model, plain).values()
+    assert 1e-4 < max(gaps) < bound and min(gaps) > 0
 
 
 @BOTH
@@ -65,15 +68,6 @@ def test_what_is_not_finite_is_not_lost(change, value):
 
 
 # -- the products in int8
-
-@pytest.mark.parametrize('bias', [True, False])
-def test_gradients_are_near_those_of_float32(bias):
-    model, plain = pair(bias)
-    for m in (model, plain):
-        backward(m, 0)
-    gaps = relative_gaps(model, plain).values()
-    assert 1e-4 < max(gaps) < 0.05 and min(gaps) > 0
-
 
 def test_products_are_those_of_rounded_numbers():
     """A layer against its definition in float64: one scale per row of each factor."""
@@ -107,8 +101,7 @@ def test_evaluation_and_checkpoints_know_nothing_of_it():
     assert model.state_dict().keys() == plain.state_dict().keys()
 
 
-@pytest.mark.parametrize('dtype, device',
-                         [(torch.float16, 'cuda'), (torch.float16, 'cpu'), (torch.float32, 'mps')])
+@pytest.mark.parametrize('dtype, device', [(torch.float16, 'cpu'), (torch.float32, 'mps')])
 def test_where_it_cannot_serve(dtype, device):
     with pytest.raises(UserError, match='int8_training'):
         int8_training.check(dtype, torch.device(device))
@@ -168,10 +161,7 @@ def test_every_matrix_of_blocks_rounds_and_nothing_else_changes():
     linears = [m for m in model.transformer.h.modules() if isinstance(m, Linear)]
     assert len(linears) == 4 * 7 and {type(m) for m in linears} == {RoundedLinear}
     assert type(model.lm_head) is Linear
-    plain = GPT(GPTConfig(**STACK))
-    assert {name: x.shape for name, x in model.state_dict().items()} == {
-        name: x.shape for name, x in plain.state_dict().items()}
-    plain.load_state_dict(model.state_dict())  # a checkpoint has no more tensors
+    GPT(GPTConfig(**STACK)).load_state_dict(model.state_dict())  # a checkpoint has no more tensors
 
 
 def test_inputs_are_clamped_before_they_are_rounded():

@@ -10,7 +10,7 @@ from training.loss import cross_entropy, linear_cross_entropy
 
 C, V = 16, 37
 # 3 rows per chunk: one chunk, one row more, several chunks, a remainder
-ROWS = pytest.mark.parametrize('n', [3, 4, 6, 7, 20])
+ROWS = pytest.mark.parametrize('n', [3, 4, 6, 20])
 
 
 @pytest.fixture(autouse=True)
@@ -89,12 +89,6 @@ def test_backward_twice_and_second_derivatives_are_refused():
         grad.sum().backward()
 
 
-def test_where_no_target_counts_it_is_nan_as_torchs():
-    given = problem(7, ignored=range(7))
-    found, wanted = (with_gradients(form, *given) for form in (linear_cross_entropy, plain))
-    assert found[0].isnan() and wanted[0].isnan()
-
-
 def test_extreme_logits_neither_overflow_nor_lose_the_sum():
     x, weight, targets = problem(7, torch.float32)
     with torch.no_grad():
@@ -107,7 +101,7 @@ def test_extreme_logits_neither_overflow_nor_lose_the_sum():
     assert truth[0] > 1e5 and max(mine) < max(1e-3, 2 * max(theirs))
 
 
-def test_with_a_frozen_weight_and_without_gradients():
+def test_with_a_frozen_weight_without_gradients_and_without_targets():
     x, weight, targets = problem(7)
     wanted = with_gradients(plain, x, weight, targets)
     loss = linear_cross_entropy(x, weight.detach(), targets)
@@ -115,6 +109,8 @@ def test_with_a_frozen_weight_and_without_gradients():
     assert max(gaps((loss.detach(), x.grad), wanted)) < 1e-12
     with torch.no_grad():
         assert max(gaps([linear_cross_entropy(x, weight, targets)], wanted)) < 1e-12
+        none = torch.full_like(targets, -1)
+        assert linear_cross_entropy(x, weight, none).isnan() and plain(x, weight, none).isnan()
 
 
 def test_a_model_whose_embedding_is_its_head_gets_both_gradients():

@@ -1,23 +1,28 @@
-"""Memory of a step: the prediction equals the measurement, which equals the allocator's figures."""
-import copy
+"""Memory of a step: the prediction equals the measurement, which equals the allocator's numbers.
+The search for the largest batch, and `python -m training.memory`."""
 import gc
 import itertools
+import json
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 import training.loss
 from attention.kernels.flex import _block_masks
+from config.errors import UserError
 from config.gpt_config import GPTConfig
 from model import GPT
 from tests.helpers.mechanisms import CHANGES
 from training.device import autocast
 from training.int8_forward import train_for_int8
 from training.loss import linear_cross_entropy
-from training.memory import Plans
-from training.memory_use import Predictor, measure
+from training.memory import Plans, largest_batch, main
+from training.memory_use import measure
 from training.recompute import set_recompute
 from training.z_loss import add_z_loss
 
@@ -31,6 +36,7 @@ SHAPES = {
 }
 POLICIES = ('none', 'selective', 'mlp', 'block', 'every:2', 'sqrt', 'offload')
 RNG_STATE = torch.get_rng_state().nbytes  # checkpointing keeps one for each segment, on the host
+F32, BF16 = torch.float32, torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
@@ -39,23 +45,18 @@ def _small_chunks(monkeypatch):
     monkeypatch.setitem(training.loss.CHUNK_BYTES, 'cpu', 50 * V * 4)
 
 
-class Made(dict):
-    """{name of a shape: (model, predictor)}, each created once."""
-    def __missing__(self, name):
-        torch.manual_seed(0)
-        config = GPTConfig(**SHAPES[name])
-        return self.setdefault(name, (GPT(config), Predictor(config)))
+def planned(config, dtype=F32, device='cpu', **changes):
+    s = SimpleNamespace(**dict(
+        gradient_accumulation_steps=1, compile=False, batch_size=B, block_size=config.block_size,
+        chunked_loss=True, attention_backend='auto', optimizer='adamw', offload_optimizer=False,
+        int8_forward=False, attention_z_loss=0.0) | changes)
+    return Plans(s, config, torch.device(device), dtype)
 
 
-@pytest.fixture(scope='module')
-def made():
-    return Made()
-
-
-def measured_with(model, policy, autocast=None, chunked_loss=True):
+def measured_with(model, policy, dtype=F32, chunked_loss=True, **more):
     set_recompute(model, policy)
     model.loss_fn = linear_cross_entropy if chunked_loss else None
-    return measure(model, batch(), autocast)
+    return measure(model, batch(), autocast(model.device, dtype), **more)
 
 
 def batch():
@@ -63,44 +64,42 @@ def batch():
     return x, x.roll(-1, 1)
 
 
-@pytest.mark.parametrize('shape, policy, dtype, chunked', [
-    *(('full', policy, torch.bfloat16, True) for policy in POLICIES),
-    *(('gqa', policy, torch.bfloat16, True) for policy in ('none', 'selective', 'mlp')),
-    ('vanilla', 'none', torch.float32, False), ('vanilla', 'block', torch.float32, False)])
-def test_predicted_is_measured_to_the_byte(made, shape, policy, dtype, chunked):
-    model, predictor = made[shape]
-    measured = measured_with(model, policy, autocast(model.device, dtype), chunked)
-    assert predictor.predict(policy, B, chunked_loss=chunked, dtype=dtype) == measured
-    assert measured.policy == policy
-    assert measured.peak > measured.parameters + measured.optimizer + measured.activations > 0
+# -- predicted and measured
+
+@pytest.mark.parametrize('shape, dtype, chunked, policies', [
+    ('full', BF16, True, POLICIES), ('gqa', BF16, True, ('none', 'selective', 'mlp')),
+    ('vanilla', F32, False, ('none', 'block'))])
+def test_predicted_is_measured_to_the_byte(shape, dtype, chunked, policies):
+    config = GPTConfig(**SHAPES[shape])
+    model, plans = GPT(config), planned(config, dtype, chunked_loss=chunked)
+    for policy in policies:
+        measured = measured_with(model, policy, dtype, chunked)
+        assert plans.memory(policy) == measured
+        assert measured.policy == policy
+        assert measured.peak > measured.parameters + measured.optimizer + measured.activations > 0
 
 
 @pytest.mark.parametrize('name', CHANGES)
 def test_predicted_is_measured_with_every_mechanism(name):
     config = GPTConfig(**SHAPES['full'] | CHANGES[name])
-    model, predictor = GPT(config), Predictor(config)
+    model, plans = GPT(config), planned(config, BF16)
     for policy in ('none', 'selective'):
-        measured = measured_with(model, policy, autocast(model.device, torch.bfloat16))
-        assert predictor.predict(policy, B, dtype=torch.bfloat16) == measured
+        assert plans.memory(policy) == measured_with(model, policy, BF16)
 
 
 @pytest.mark.parametrize('policy', ['none', 'block'])
 @pytest.mark.parametrize('settings', [dict(attention_z_loss=0.1), dict(int8_forward=True)], ids=str)
 def test_a_plan_counts_what_training_adds(settings, policy):
     config = GPTConfig(**SHAPES['full'], attn_sink=True)
-    s = SimpleNamespace(**dict(
-        gradient_accumulation_steps=1, compile=False, batch_size=B, block_size=T,
-        chunked_loss=True, attention_backend='auto', optimizer='adamw', offload_optimizer=False,
-        int8_forward=False, attention_z_loss=0.0) | settings)
-    model, device = GPT(config), torch.device('cpu')
+    model = GPT(config)
     plain = measured_with(model, policy)
-    if s.int8_forward:
+    if 'int8_forward' in settings:
         train_for_int8(model)
     else:
         add_z_loss(model, 0.1)
     measured = measured_with(model, policy)
-    assert Plans(s, config, device, torch.float32).memory(policy) == measured != plain
-    if s.attention_z_loss:
+    assert planned(config, **settings).memory(policy) == measured != plain
+    if 'attention_z_loss' in settings:
         q_and_k = 2 * B * T * (C + C // 4) * 4  # in each layer
         assert measured.flops > plain.flops and measured.peak > plain.peak + q_and_k
         assert measured.activations <= plain.activations + q_and_k
@@ -108,22 +107,22 @@ def test_a_plan_counts_what_training_adds(settings, policy):
 
 def test_predicted_is_measured_with_int8_training_accumulation_and_another_length():
     config = GPTConfig(**SHAPES['full'], kv_quant_train='int8')
-    x, y = (a[:, :48] for a in batch())
     model = GPT(config)
     set_recompute(model, 'selective')
     model.loss_fn = linear_cross_entropy
-    measured = measure(model, (x.contiguous(), y.contiguous()), accumulate=True)
-    assert Predictor(config).predict('selective', B, 48, accumulate=True) == measured
+    x, y = (a[:, :48].contiguous() for a in batch())
+    plans = planned(config, block_size=48, gradient_accumulation_steps=2)
+    assert plans.memory('selective') == measure(model, (x, y), accumulate=True)
 
 
 @pytest.mark.parametrize('shape, policy, chunked, dtype', [
-    ('vanilla', 'none', False, torch.bfloat16), ('vanilla', 'none', True, torch.float32),
-    ('gqa', 'mlp', True, torch.float32), ('full', 'sqrt', True, torch.float32)])
-def test_peak_is_the_allocators(made, shape, policy, chunked, dtype, monkeypatch):
+    ('vanilla', 'none', False, BF16), ('vanilla', 'none', True, F32),
+    ('gqa', 'mlp', True, F32), ('full', 'sqrt', True, F32)])
+def test_peak_is_the_allocators(shape, policy, chunked, dtype, monkeypatch):
     """Except for kernels with buffers of their own: SDPA's backward in bfloat16, oneDNN matmuls."""
     monkeypatch.setattr(torch.backends.mkldnn, 'enabled', False)
-    model = copy.deepcopy(made[shape][0]).train()
-    measured = measured_with(model, policy, autocast(model.device, dtype), chunked)
+    model = GPT(GPTConfig(**SHAPES[shape])).train()
+    measured = measured_with(model, policy, dtype, chunked)
     x, y = batch()
 
     def step():
@@ -145,10 +144,10 @@ def test_peak_is_the_allocators(made, shape, policy, chunked, dtype, monkeypatch
     assert 0 <= max(held) - transient <= RNG_STATE * states + 2048  # a few scalars and rows
 
 
-def test_figures_by_hand():
-    predictor = Predictor(GPTConfig(**BASE))
-    m = predictor.predict('none', B, chunked_loss=False)
-    N, n = sum(p.numel() for p in GPT(GPTConfig(**BASE)).parameters()), B * T
+def test_bytes_and_flops_by_hand():
+    config = GPTConfig(**BASE)
+    m, chunked = (planned(config, chunked_loss=each).memory('none') for each in (False, True))
+    N, n = sum(p.numel() for p in GPT(config).parameters()), B * T
     assert (m.parameters, m.gradients) == (4 * N, 4 * N)
     mlp = L * 4 * n * 8 * C                       # hidden layer before and after GELU
     attention = L * 4 * n * (3 * C + C + 4)       # q, k, v; output; logsumexp of 4 heads
@@ -157,7 +156,6 @@ def test_figures_by_hand():
     assert m.activations == mlp + attention + norms + stream + 8 * T  # and the positions
     # log-probabilities and their gradient
     assert m.loss_peak >= 2 * 4 * n * V
-    chunked = predictor.predict('none', B)
     assert chunked.loss_peak < m.loss_peak / 2 and chunked.flops == m.flops
     # matmuls per token, forward and backward, and the full matrix of attention scores
     products = 3 * 2 * n * (L * 12 * C * C + V * C)
@@ -165,50 +163,105 @@ def test_figures_by_hand():
     # the backward pass recomputes the scores
     assert m.flops == products + scores + scores * 5 // 2
 
-
-def test_block_recomputes_a_forward_pass_of_the_blocks():
-    none, block = (Predictor(GPTConfig(**BASE)).predict(policy, B) for policy in ('none', 'block'))
-    forward = L * (2 * B * T * 12 * C * C + B * 4 * T * T * C)
-    # it ends with what is needed last, before mlp.c_proj
-    assert 0.5 * forward < block.flops - none.flops <= forward
+    # 'block' recomputes the forward pass, except for the last operation of a block, mlp.c_proj
+    forward = L * (2 * n * 12 * C * C + B * 4 * T * T * C)
+    assert 0.5 * forward < planned(config).memory('block').flops - m.flops <= forward
 
 
-def test_measuring_leaves_nothing(made):
-    model = copy.deepcopy(made['gqa'][0]).eval()
+def test_measuring_leaves_nothing():
+    model = GPT(GPTConfig(**SHAPES['gqa'])).eval()
     set_recompute(model, 'mlp')
     grads = [torch.ones_like(p) for p in model.parameters()]
     for p, grad in zip(model.parameters(), grads):
         p.grad = grad
     before, masks = torch.get_rng_state(), dict(_block_masks)
     measure(model, batch(), accumulate=True)  # with dropout
-    Predictor(model.config).predict('none', B)
+    planned(model.config).memory('selective')
     assert torch.equal(torch.get_rng_state(), before) and _block_masks == masks
     for p, grad in zip(model.parameters(), grads):
         assert p.grad is grad and bool((grad == 1).all())
     assert not model.training
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    assert not any(type(p) is not torch.nn.Parameter for p in model.parameters())
 
 
-def test_accumulated_gradients_are_there_all_along(made):
-    model = copy.deepcopy(made['vanilla'][0])
-    set_recompute(model, 'none')
-    model.loss_fn = None
-    once, further = (measure(model, batch(), accumulate=accumulate) for accumulate in (False, True))
+def test_gradients_that_accumulate_and_the_two_of_a_tied_embedding():
+    model = GPT(GPTConfig(**BASE))
+    once, further = (measured_with(model, 'none', chunked_loss=False, accumulate=accumulate)
+                     for accumulate in (False, True))
     assert once.peak < further.peak <= once.peak + once.gradients
     assert once.activations == further.activations
 
-
-def test_the_two_gradients_of_a_tied_embedding_are_summed_in_place(made):
-    """With few tokens the peak is where they are summed: the gradients, and one matrix more."""
-    model = made['vanilla'][0]
-    set_recompute(model, 'none')
+    # with few tokens the peak is where the embedding's two gradients are summed, in place
     m = measure(model, tuple(x[:1, :2].contiguous() for x in batch()))
     rest = m.peak - m.parameters - m.optimizer - m.gradients
     assert 4 * V * C <= rest < 4 * V * C + 2048  # a few rows
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason='there is CUDA')
 def test_cuda_is_planned_for_without_cuda():
-    if torch.cuda.is_available():
-        pytest.skip('there is CUDA')
-    assert Predictor(GPTConfig(**BASE), 'cuda').predict('none', B).device == 'cpu'
+    assert planned(GPTConfig(**BASE), device='cuda').memory('none').device == 'cpu'
+
+
+# -- the largest batch
+
+LINES = st.lists(st.tuples(st.integers(0, 100), st.integers(1, 50)), min_size=1, max_size=3)
+
+
+@given(LINES, LINES, st.integers(0, 30), st.integers(1, 1500), st.integers(1, 60))
+def test_largest_batch_where_the_peak_falls_or_rises_on_the_way(below, above, whole, budget, start):
+    asked = []
+
+    def peak(n):
+        asked.append(n)
+        return max(fixed + each * n for fixed, each in (below if n <= whole else above))
+    found = largest_batch(peak, budget, start, whole)
+    assert len(asked) < 40
+    fitting = [n for n in range(1, 1502) if peak(n) <= budget]
+    assert found == max(fitting, default=0)
+
+
+@pytest.mark.parametrize('policy, chunked', [('none', True), ('block', True), ('none', False)])
+def test_predicted_peaks_fall_where_the_search_expects_it(monkeypatch, policy, chunked):
+    # up to 5 sequences and a bit
+    monkeypatch.setitem(training.loss.CHUNK_BYTES, 'cpu', 4 * V * (5 * 16 + 3))
+    config = GPTConfig(vocab_size=V, n_layer=1, n_head=2, n_embd=16, block_size=16)
+    plans = planned(config, chunked_loss=chunked)
+    peaks = [plans.memory(policy, n).peak for n in range(1, 9)]
+    assert [n for n in range(1, 8) if peaks[n] < peaks[n - 1]] == [5] * chunked
+    assert plans.whole == 5 * chunked
+
+
+# -- the program
+
+FLAGS = ['--n_layer=2', '--n_head=2', '--n_embd=32', '--block_size=32', '--batch_size=4',
+         '--dataset=unheard_of', '--device=cpu', '--gradient_accumulation_steps=1']
+
+
+def test_the_program_prints_predictions(monkeypatch, capsys):
+    monkeypatch.setitem(training.loss.CHUNK_BYTES, 'cpu', 32 * 2 ** 20)  # many more words here
+    main([*FLAGS, '--batch_size=6', '--budget=61MB', '--json=True'])  # small: the search ends soon
+    out = capsys.readouterr().out
+    document = json.loads(out.splitlines()[-1])
+    rows = {row['policy']: row for row in document['policies']}
+    assert list(rows) == ['none', 'selective', 'mlp', 'block', 'sqrt']
+    plans = planned(GPTConfig(vocab_size=50304, bias=False, n_layer=2, n_head=2, n_embd=32,
+                              block_size=32))
+    for policy in ('none', 'block'):
+        row, at = rows[policy], plans.memory(policy, 6)
+        n = row['largest_batch']
+        assert (row['peak'], row['activations']) == (at.peak, at.activations)
+        assert n > 6 and row['largest_peak'] == plans.memory(policy, n).peak <= 61e6
+        assert plans.memory(policy, n + 1).peak > 61e6
+    assert rows['none']['recomputed'] == 0 < rows['block']['recomputed']
+    assert re.search(rf"^none .* {rows['none']['largest_batch']} ", out, re.M)
+
+
+@pytest.mark.parametrize('flag, words', [
+    ('--budget=much', "budget='much': a number of at least 1 is needed"),
+    ('--budget=1MB', 'nothing fits; the least is '),
+    ('--batch_size=0', 'must be at least 1'), ('--device=nowhere', 'cannot be used here'),
+    ('--n_head=5', 'n_head')])
+def test_wrong_input_is_one_line(monkeypatch, flag, words):
+    monkeypatch.setitem(training.loss.CHUNK_BYTES, 'cpu', 32 * 2 ** 20)
+    with pytest.raises(UserError, match=words):
+        main([*FLAGS, flag])

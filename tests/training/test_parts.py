@@ -17,7 +17,6 @@ from model import GPT, GPTConfig
 from training.batches import TokenBatches
 from training.checkpoint import rng_state, save_checkpoint, set_rng_state
 from training.device import MemoryUse, memory_use, pick_device, pick_dtype, slow_matmuls
-from training.log import read_metrics
 from training.optim import configure_optimizers
 from training.signals import StopRequest
 
@@ -44,32 +43,25 @@ def test_windows_are_nanogpts_and_targets_one_token_later(batches):
     torch.manual_seed(3)
     assert torch.equal(x, torch.randint(100 - 8, (4,))[:, None] + torch.arange(8))
     assert x.dtype == y.dtype == torch.int64 and torch.equal(y, x + 1)
-
-
-def test_the_last_token_is_reached_and_no_window_is_cut(batches):
+    # the last token is reached, and no window is cut
     ends = {int(y[-1]) for _ in range(200) for y in batches.next()[1]}
     assert max(ends) == 99 and min(ends) == 8
 
 
-def test_ranks_share_the_evaluation(folder):
-    def windows(**ranks):
+def test_evaluation_windows_are_always_the_same_and_shared_by_ranks(folder):
+    def windows(seed=7, **ranks):
         batches = TokenBatches(folder, 8, 4, CPU, **ranks)
-        return [x for x, _ in batches.evaluation('val', 5, seed=7)]
+        return [x for x, _ in batches.evaluation('val', 5, seed)]
+    before = torch.get_rng_state()
+    alone = windows()
+    assert torch.equal(torch.get_rng_state(), before)  # training has its own
+    assert min(x.min() for x in alone) >= 1000 and not torch.equal(alone[0], alone[1])
+    assert torch.equal(torch.cat(alone), torch.cat(windows()))
+    assert not torch.equal(torch.cat(alone), torch.cat(windows(seed=8)))
+
     shared = [windows(rank=rank, world_size=2) for rank in range(2)]
     assert [len(part) for part in shared] == [3, 2]
-    assert all(torch.equal(x, shared[k % 2][k // 2]) for k, x in enumerate(windows()))
-
-
-def test_evaluation_windows_are_always_the_same_and_leave_training_alone(batches):
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
-    first = [x for x, _ in batches.evaluation('val', 3, seed=7)]
-    assert torch.equal(torch.get_rng_state(), before)
-    again = [x for x, _ in batches.evaluation('val', 3, seed=7)]
-    other = [x for x, _ in batches.evaluation('val', 3, seed=8)]
-    assert torch.equal(torch.cat(first), torch.cat(again))
-    assert not torch.equal(torch.cat(first), torch.cat(other))
-    assert min(x.min() for x in first) >= 1000 and not torch.equal(first[0], first[1])
+    assert all(torch.equal(x, shared[k % 2][k // 2]) for k, x in enumerate(alone))
 
 
 def test_exactly_block_size_tokens_are_too_few_and_one_more_is_enough(tmp_path):
@@ -109,15 +101,6 @@ def test_rng_state_restores_every_generator_through_a_checkpoint(tmp_path):
     assert draw() == expected
 
 
-# -- files
-
-def test_metrics_end_where_a_crash_cut_a_line(tmp_path):
-    path = tmp_path / 'm.jsonl'
-    assert read_metrics(path) == []
-    path.write_text('{"iter": 0, "loss": 1.5}\n{"iter": 1, "lo')
-    assert read_metrics(path) == [{'iter': 0, 'loss': 1.5}]
-
-
 # -- signals, device
 
 def test_a_stop_request_names_its_signal_and_a_second_interrupts():
@@ -131,25 +114,12 @@ def test_a_stop_request_names_its_signal_and_a_second_interrupts():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-@pytest.mark.parametrize('name', ['cpux', 'cuda:x', '', 'cpu:cpu', 'meta', 'xpu', 'cuda:99'])
+@pytest.mark.parametrize('name', ['cpux', '', 'meta', 'xpu', 'cuda:99'])
 def test_unusable_devices_are_named_with_the_usable(name):
     with pytest.raises(UserError) as caught:
         pick_device(name)
-    assert repr(name) in str(caught.value) and "'cpu'" in str(caught.value)
-
-
-@pytest.mark.parametrize('built, why',
-                         [(False, 'was built without CUDA'), (True, 'torch sees no GPU')])
-def test_without_a_gpu_it_is_said_why(monkeypatch, built, why):
-    def no_gpu(*args, **kwargs):
-        raise RuntimeError
-    monkeypatch.setattr(torch, 'empty', no_gpu)
-    monkeypatch.setattr(torch.backends.cuda, 'is_built', lambda: built)
-    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 0)
-    with pytest.raises(UserError, match=f"device='cuda:1' cannot be used here, .*{why}; usable"):
-        pick_device('cuda:1')
-    with pytest.raises(UserError, match="'mps' cannot be used here; usable"):
-        pick_device('mps')
+    assert f"device={name!r} cannot be used here; usable are 'auto', " in str(caught.value)
+    assert '\n' not in str(caught.value)
 
 
 def test_auto_dtype_is_float32_off_cuda():

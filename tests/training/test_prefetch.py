@@ -31,58 +31,28 @@ def batches_of(folder, depth=2, **more):
 
 @pytest.mark.parametrize('order', ['random', 'sequential', 'shuffled'])
 @pytest.mark.parametrize('depth', [1, 5])
-def test_they_are_those_made_in_turn(folder, depth, order):
-    plain, ahead = batches_of(folder, 0, order=order).batches, batches_of(folder, depth,
-                                                                          order=order)
-    for _ in range(40):
-        for found, expected in zip(ahead.next(), plain.next()):
-            assert torch.equal(found, expected)
-        assert torch.equal(ahead.state, plain.state)
-    ahead.close()
+def test_they_are_those_made_one_by_one_from_any_state_and_shared_by_ranks(folder, depth, order):
+    plain, ahead = (batches_of(folder, n, order=order) for n in (0, depth))
+    ranks = [batches_of(folder, depth, order=order, rank=rank, world_size=3) for rank in range(3)]
+    states, expected = [], []
+    for k in range(39):
+        expected.append(plain.batches.next())
+        for batches in (ahead, ranks[k % 3]):
+            assert all(map(torch.equal, batches.next(), expected[k]))
+        assert torch.equal(ahead.state, plain.batches.state)
+        states.append(ahead.state)
+    for batches in (plain, ahead):
+        found = [batches.resume(states[7])] + [batches.next() for _ in range(8)]
+        assert all(torch.equal(a[0], b[0]) for a, b in zip(found, expected[7:]))
+    for batches in (ahead, *ranks):
+        batches.close()
 
 
-@pytest.mark.parametrize('order', ['random', 'sequential', 'shuffled'])
-def test_from_a_state_it_goes_on_with_that_batch(folder, order):
-    first = batches_of(folder, order=order)
-    [first.next() for _ in range(7)]
-    state, expected = None, []
-    for _ in range(9):
-        expected.append(first.next())
-        state = first.state if state is None else state
-    for depth in (0, 3):
-        again = batches_of(folder, depth, order=order)
-        again.next()
-        found = [again.resume(state)] + [again.next() for _ in range(8)]
-        assert all(torch.equal(a[0], b[0]) for a, b in zip(found, expected))
-        again.close()
-    first.close()
-
-
-@pytest.mark.parametrize('order', ['random', 'sequential', 'shuffled'])
-def test_ranks_share_what_one_process_has(folder, order):
-    alone = batches_of(folder, order=order)
-    shared = [batches_of(folder, order=order, rank=r, world_size=3) for r in range(3)]
-    for _ in range(5):
-        for each in shared:
-            assert torch.equal(each.next()[0], alone.next()[0])
-    for each in (alone, *shared):
-        each.close()
-
-
-def test_no_thread_stays(folder):
-    before = threading.active_count()
-    batches = batches_of(folder, 1)
-    batches.next()
-    assert threading.active_count() == before + 1
-    batches.close()
-    assert threading.active_count() == before
-    batches.close()
-
-
-def test_what_is_waited_is_counted(folder, monkeypatch):
-    batches, plain = batches_of(folder, 2), TokenBatches.next
+def test_waiting_is_counted_and_no_thread_stays(folder, monkeypatch):
+    before, batches, plain = threading.active_count(), batches_of(folder, 2), TokenBatches.next
     assert batches.share is None
     batches.next()
+    assert threading.active_count() == before + 1
     time.sleep(0.05)
     batches.next()
     ready = batches.waited
@@ -90,7 +60,9 @@ def test_what_is_waited_is_counted(folder, monkeypatch):
     monkeypatch.setattr(TokenBatches, 'next', lambda self: time.sleep(0.03) or plain(self))
     [batches.next() for _ in range(8)]
     assert batches.waited > ready + 0.08  # 8 batches of 0.03 s, 2 of them prefetched
-    batches.close()
+    for _ in range(2):
+        batches.close()
+        assert threading.active_count() == before
 
 
 def test_an_error_is_told_again_until_it_goes_back(folder, monkeypatch):
