@@ -24,16 +24,16 @@ CORE_TOKENS = 15_500
 # number. These are the sizes of today; the aim is 24,000 lines without tests, 22,500 of tests.
 BUDGETS = {
     'train.py sample.py chat.py serve.py ablate.py bench.py': 1_030,
-    'lab/': 6_600,
-    'serving/': 1_465,
-    'interop/': 1_898,
-    'training/': 3_919,
+    'lab/': 6_326,
+    'serving/': 1_454,
+    'interop/': 1_804,
+    'training/': 3_867,
     'engine/': 5_106,
     'attention/kernels/': 815,
-    'kv/': 1_373,  # without the core
-    'data/': 2_699,
-    'config/ configurator.py': 1_977,
-    'tests/': 28_581,
+    'kv/': 1_275,  # without the core
+    'data/': 2_637,
+    'config/ configurator.py': 1_952,
+    'tests/': 26_849,
 }
 house = pytest.mark.house
 

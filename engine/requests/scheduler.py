@@ -265,8 +265,8 @@ class Scheduler:
         return passes
 
     def _split(self, request: Request, room: int) -> list[int]:
-        """Lengths of the chunks, `room` tokens at most, that a prompt computes in this step; it is
-        split at `chunk_ends`. With a pace it is one chunk, since rows that decode share its pass."""
+        """Lengths of the chunks, `room` tokens at most, that a prompt computes in this step. It is
+        split at `chunk_ends`. With a pace it is one chunk, since decoding rows share its pass."""
         start = request.num_computed_tokens
         last = start + min(request.pending, room)
         ends = [end for end in request.chunk_ends if start < end < last] + [last]
