@@ -60,7 +60,8 @@ class CausalSelfAttention(nn.Module):
         self.layer, self.slot, self.head_dim = layer, slot, config.resolved_head_dim
         self.n_head, self.dropout = config.n_head, config.dropout
         self.kv_quant_train = config.kv_quant_train
-        self.backend, self.attend = 'auto', causal_attention  # training may replace `attend`
+        # training may replace these functions
+        self.backend, self.attend, self.norm_and_rotate = 'auto', causal_attention, norm_and_rotate
 
         # c_attn computes the heads of q | k | v, or of q | k; a latent is as wide as several heads
         self.head_counts = [self.n_head]
@@ -86,7 +87,7 @@ class CausalSelfAttention(nn.Module):
         heads = self.c_attn(x).view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
         q, *own = heads.split(self.head_counts, dim=1)                # (B, H, t, D)
         kv = self.keys_and_values(own, rope, cache) if self.layer.owns else None
-        return norm_and_rotate(q, self.q_norm, rope), kv
+        return self.norm_and_rotate(q, self.q_norm, rope), kv
 
     def forward(self, q, kv, rope=None, cache=None):
         """q (B, H, t, D) -> (B, t, C), after attention.
@@ -105,7 +106,7 @@ class CausalSelfAttention(nn.Module):
 
     def keys_and_values(self, own, rope, cache):
         """The K and V that an owner stores, each (B, Hkv, t, D), from c_attn's output."""
-        k = norm_and_rotate(self.stored_heads(own[0]), self.k_norm, rope)
+        k = self.norm_and_rotate(self.stored_heads(own[0]), self.k_norm, rope)
         if self.slot.offset:
             fast, slow = split_by_speed(k)
             before = None if cache is None else cache.previous_key(self.layer, slow)

@@ -24,16 +24,16 @@ CORE_TOKENS = 15_500
 # number. These are the sizes of today; the aim is 24,000 lines without tests, 22,500 of tests.
 BUDGETS = {
     'train.py sample.py chat.py serve.py ablate.py bench.py': 1_030,
-    'lab/': 6_326,
+    'lab/': 6_334,
     'serving/': 1_454,
     'interop/': 1_804,
-    'training/': 3_867,
-    'engine/': 5_106,
+    'training/': 4_141,
+    'engine/': 5_112,
     'attention/kernels/': 815,
     'kv/': 1_275,  # without the core
     'data/': 2_637,
-    'config/ configurator.py': 1_952,
-    'tests/': 26_849,
+    'config/ configurator.py': 1_953,
+    'tests/': 27_035,
 }
 house = pytest.mark.house
 

@@ -28,6 +28,7 @@ from data.datasets import DATA_ROOT
 from data.tokenfiles import read_meta
 from kv.console import output, print_table
 from model import GPT
+from training import native
 from training.device import autocast, pick_device, pick_dtype
 from training.int8_forward import train_for_int8
 from training.loss import linear_cross_entropy, rows_at_a_time
@@ -70,6 +71,8 @@ class Plans:
                 train_for_int8(self.model)
             if s.attention_z_loss:
                 add_z_loss(self.model, s.attention_z_loss)
+            if native.wanted(s, device):
+                native.speed_up(self.model)
         self.model.loss_fn = linear_cross_entropy if s.chunked_loss else None
         if s.attention_backend in ('math', 'sdpa'):  # the others need as much as 'auto'
             self.model.attention_backend = s.attention_backend

@@ -110,7 +110,8 @@ def _select(dropout, context, op, *args, **kwargs):
     Narrowing matmuls (the MLP's second) are excluded: their output is as large as the block's,
     which the next block keeps anyway, and recomputation stops before it, unless dropout follows.
     """
-    kept = op in ATTENTION or op.name().startswith(('flex_attention', 'flash_attn::'))
+    kept = op in ATTENTION or op.name().startswith(
+        ('flex_attention', 'flash_attn::', 'nanokv::attention'))
     if op in MATMULS:  # mm(x, w), _int_mm(x, w) or addmm(bias, x, w)
         kept = dropout or args[-2].size(-1) <= args[-1].size(-1)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -14,7 +14,7 @@ from data.tokenfiles import open_split
 from data.tokenizer import bytes_per_token
 from model import GPT
 from training import checkpoint as ckpt
-from training import fsdp, int8_training
+from training import fsdp, int8_training, native
 from training.adapt import adapt, adapted_config, differences, keep_trained, wishes
 from training.batches import open_batches, open_meta
 from training.checkpoint_manager import CheckpointManager, checkpoint_in, load_to_resume
@@ -108,6 +108,9 @@ class Run:
         if s.attention_z_loss:
             self.z_loss_scale = add_z_loss(model, s.attention_z_loss)
         print(describe_attention(model, self.dtype, model.config.dropout))
+        if native.wanted(s, self.device):
+            native.speed_up(model)
+            print("attention, QK-norm and GELU: C++ (dtype='float32' uses torch's)")
         print(f'number of parameters: {model.get_num_params() / 1e6:.2f}M')
 
     def _compile_and_distribute(self):

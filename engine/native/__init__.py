@@ -44,30 +44,40 @@ def library() -> ctypes.CDLL | None:
 
 @functools.cache
 def _library():
+    return opened(HERE / 'decode.cpp', _checked)
+
+
+def opened(source: Path, checked) -> ctypes.CDLL | None:
+    """Return the extension of this .cpp file, compiled if necessary, after `checked` has had it.
+    None if it is unavailable, with a note on stderr."""
     try:
-        return _load(_compiled())
+        path = _compiled(source)
+        try:
+            return checked(ctypes.CDLL(str(path)))
+        except OSError as e:
+            raise Unavailable(str(e)) from e
     except Unavailable as e:
         print(f'Note: no C++ extension ({e}); the CPU runs plain torch, which is slower',
               file=sys.stderr)
         return None
 
 
-def _compiled() -> Path:
-    """The shared library for these sources, compiler, flags and processor."""
+def _compiled(source: Path) -> Path:
+    """The shared library for this source, the headers here, compiler, flags and processor."""
     if os.name != 'posix':
         raise Unavailable('it is built on Linux and macOS only')
     names = (os.environ['CXX'],) if os.environ.get('CXX') else ('g++', 'clang++', 'c++')
     compiler = next(filter(None, map(shutil.which, names)), None)
     if compiler is None:
         raise Unavailable(f"no compiler: {' or '.join(names)} is needed")
-    sources = sorted(HERE.glob('*.cpp')) + sorted(HERE.glob('*.h'))
+    sources = [source, *sorted(HERE.glob('*.h'))]
     inputs = [compiler, *FLAGS, _processor(), *(path.read_text() for path in sources)]
     name = hashlib.sha256('\0'.join(inputs).encode()).hexdigest()[:16]
     path = user_cache() / 'native' / f'{name}.so'
     try:
         private_folder(path.parent)
         if not is_trusted(path):  # anyone can compute its name: a file of another user is replaced
-            _compile(compiler, path)
+            _compile(compiler, source, path)
     except (OSError, subprocess.TimeoutExpired) as e:
         raise Unavailable(f'{compiler}: {e}') from e
     return path
@@ -83,11 +93,11 @@ def _processor() -> str:
     return '\n'.join(dict.fromkeys(kept))
 
 
-def _compile(compiler: str, path: Path) -> None:
+def _compile(compiler: str, source: Path, path: Path) -> None:
     """Compile to a temporary file first, since another process may be compiling too."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder, 'made.so')
-        command = [compiler, *FLAGS, str(HERE / 'decode.cpp'), '-o', str(made)]
+        command = [compiler, *FLAGS, f'-I{HERE}', str(source), '-o', str(made)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if 'error' in line]
@@ -96,15 +106,11 @@ def _compile(compiler: str, path: Path) -> None:
         os.replace(made, path)
 
 
-def _load(path: Path) -> ctypes.CDLL:
-    try:
-        found = ctypes.CDLL(str(path))
-    except OSError as e:
-        raise Unavailable(str(e)) from e
+def _checked(found: ctypes.CDLL) -> ctypes.CDLL:
     found.nanokv_sizes.restype = ctypes.c_int64
     for k, struct in enumerate((Linear, Slot, Layer, Model, Step)):
         if found.nanokv_sizes(ctypes.c_int64(k)) != ctypes.sizeof(struct):
-            raise Unavailable(f'{struct.__name__} has a different size in {path}')
+            raise Unavailable(f'{struct.__name__} has a different size in the extension')
     for name in ('nanokv_decode', 'nanokv_linear'):
         getattr(found, name).restype = None
     return found

@@ -17,6 +17,8 @@
 #include <omp.h>
 #else
 inline int omp_get_num_threads() { return 1; }
+inline int omp_get_max_threads() { return 1; }
+inline int omp_get_thread_num() { return 0; }
 #endif
 
 #define INLINE static inline __attribute__((always_inline))

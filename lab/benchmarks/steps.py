@@ -8,6 +8,7 @@ import torch
 
 from config.errors import UserError
 from lab.benchmarks import clock, setting
+from training import native
 from training.device import autocast, pick_dtype
 from training.update import GuardedUpdate, propagate_nonfinite
 
@@ -31,7 +32,11 @@ def training_models(s, data_root: Path):
     if s.against:
         vanilla = setting.vanilla_config(config, max(shapes)[0])
         models['vanilla'] = setting.build(vanilla, s, torch.float32)
-    dtype = pick_dtype(s.dtype, models['ours'].device)
+    device = models['ours'].device
+    dtype = pick_dtype(s.dtype, device)
+    if native.wanted(s, device):
+        for model in models.values():
+            native.speed_up(model)
     return shapes, models, setting.facts(s, models) | {'dtype': str(dtype).removeprefix('torch.')}
 
 

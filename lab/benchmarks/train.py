@@ -19,6 +19,7 @@ from lab.benchmarks.engines import check_vanilla, nanogpt
 from lab.benchmarks.setting import model_config, run_facts
 from lab.benchmarks.steps import TrainingSteps
 from model import GPT
+from training import native
 from training.batches import TokenBatches
 from training.device import describe_attention, pick_device, pick_dtype
 from training.flops import achieved
@@ -55,6 +56,8 @@ def training_steps(s, data_root: Path, theirs: bool = False) -> TrainingSteps:
         if s.chunked_loss and not s.against:
             model.loss_fn = linear_cross_entropy
         print(describe_attention(model, dtype, dropout_p=0.0))
+        if native.wanted(s, device):
+            native.speed_up(model)
     print(f'number of parameters: {model.get_num_params() / 1e6:.2f}M')
     if s.compile:
         print('Compiling model...')

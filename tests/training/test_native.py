@@ -1,0 +1,186 @@
+"""Training steps in C++ (training/native): every operator against float64, and whole models against
+plain torch."""
+import copy
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from attention import causal_attention
+from attention.causal import expand_heads, math_attention
+from attention.masks import dense_mask
+from attention.rope import RotaryTable, apply_rope
+from config.gpt_config import GPTConfig
+from model import GPT
+from tests.helpers.models import FULL_STACK, VOCAB
+from training import native
+from training.recompute import set_recompute
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason='it needs a C++ compiler')
+
+
+def results(f, inputs, dtype, grad):
+    """f of the inputs in this dtype, and the gradient of each, in float64."""
+    inputs = [None if x is None else x.to(dtype).detach().requires_grad_() for x in inputs]
+    y = f(*inputs)
+    y.backward(grad.to(dtype))
+    return [x.double() for x in (y.detach(), *(x.grad for x in inputs if x is not None))]
+
+
+def assert_as_close_as_torch(ours, torchs, exact, inputs, margin=2.0):
+    """Largest differences from float64 are at most `margin` times torch's own, or 1e-6."""
+    grad = torch.randn_like(exact(*(None if x is None else x.double() for x in inputs)))
+    wanted = results(exact, inputs, torch.float64, grad)
+    pairs = [results(f, inputs, torch.float32, grad) for f in (ours, torchs)]
+    for found, other, right in zip(*pairs, wanted, strict=True):
+        size = right.abs().max()
+        assert (found - right).abs().max() <= max(margin * (other - right).abs().max(), 1e-6 * size)
+
+
+@pytest.mark.parametrize('T, window', [(1, 0), (7, 3), (33, 0), (70, 8), (70, 200), (200, 64)])
+@pytest.mark.parametrize('B, H, n_kv_head, D', [(2, 4, 1, 16), (1, 6, 2, 20), (3, 2, 2, 64)])
+@pytest.mark.parametrize('with_sink', [False, True])
+def test_attention_is_what_float64_gives(B, H, n_kv_head, D, T, window, with_sink):
+    torch.manual_seed(T)
+    q, (k, v) = torch.randn(B, H, T, D), torch.randn(2, B, n_kv_head, T, D)
+    sink = torch.randn(H) if with_sink else None
+
+    def of(attend):
+        return lambda q, k, v, sink: attend(q, k, v, window=window, sink=sink)
+    assert_as_close_as_torch(of(native.attend), of(causal_attention), of(math_attention),
+                             (q, k, v, sink), margin=4.0)
+
+
+def test_attention_of_any_strides():
+    """Those of a Linear layer's output, and a gradient that has no contiguous dimension."""
+    torch.manual_seed(0)
+    heads = torch.randn(2, 40, 6, 16).transpose(1, 2)
+    found, wanted = [], []
+    for attend, out in ((native.attend, found), (causal_attention, wanted)):
+        x = heads.clone(memory_format=torch.preserve_format).requires_grad_()
+        y = attend(x[:, :4], x[:, 4:5], x[:, 5:6], 9)
+        y.sum().backward()
+        out += [y, x.grad]
+    for a, b in zip(found, wanted):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_dropout_drops_the_same_weights_in_both_passes():
+    torch.manual_seed(0)
+    B, H, T, D, window, p = 2, 4, 48, 48, 20, 0.3
+    q, k = torch.randn(B, H, T, D), torch.randn(B, 1, T, D)
+    eye = torch.eye(T).expand(B, 1, T, T)  # as V it shows the weights
+    torch.manual_seed(5)
+    dropped = native.attend(q, k, eye, window, p)
+    plain = causal_attention(q, k, eye, window)
+    kept = dropped != 0
+    seen = dense_mask(T, T, window).expand_as(kept)
+    torch.testing.assert_close(dropped[kept], plain[kept] / (1 - p), atol=1e-6, rtol=1e-5)
+    n = int(seen.sum())
+    assert abs(int(kept.sum()) - n * (1 - p)) < 4 * (n * p * (1 - p)) ** 0.5
+    assert len({tuple(row.tolist()) for row in kept[:, :, -1].flatten(0, 1)}) == B * H
+
+    v = torch.randn(B, 1, T, D)
+    factor = kept.double() / (1 - p)
+
+    def exact(q, k, v):
+        scores = q @ expand_heads(k, H).transpose(2, 3) * D ** -0.5
+        weights = scores.masked_fill(~dense_mask(T, T, window), -torch.inf).softmax(-1)
+        return (weights * factor) @ expand_heads(v, H)
+    grad = torch.randn(B, H, T, D)
+
+    def ours(q, k, v):
+        torch.manual_seed(5)
+        return native.attend(q, k, v, window, p)
+    pairs = zip(results(ours, (q, k, v), torch.float32, grad),
+                results(exact, (q, k, v), torch.float64, grad), strict=True)
+    assert max(float((a - b).abs().max()) for a, b in pairs) < 1e-5
+
+
+@pytest.mark.parametrize('tanh', [False, True])
+def test_gelu_is_what_float64_gives(tanh):
+    torch.manual_seed(0)
+    plain = torch.nn.GELU('tanh' if tanh else 'none')
+    ours = copy.copy(plain)
+    ours.__class__ = native.GELU
+    for x in (torch.randn(5003) * 3, torch.linspace(-30, 30, 1000), torch.randn(3)):
+        assert_as_close_as_torch(ours, plain, plain, (x,))
+    special = torch.tensor([0.0, torch.inf, torch.nan, 100.0, -100.0])
+    torch.testing.assert_close(ours(special), plain(special), equal_nan=True)
+
+
+@pytest.mark.parametrize('D, rotate', [(8, True), (18, True), (24, False), (64, True)])
+def test_norm_and_rotation_are_what_float64_gives(D, rotate):
+    torch.manual_seed(D)
+    x, gain, table = torch.randn(2, 50, 3, D), torch.rand(D) + 0.5, RotaryTable(D, 1e4)
+
+    def of(f):
+        def apply(x, gain):
+            rope = table(0, 50, 'cpu', x.dtype) if rotate else None
+            return f(x.transpose(1, 2), SimpleNamespace(weight=gain, eps=1e-6), rope)
+        return apply
+
+    def plain(x, norm, rope):
+        y = x * (x.square().mean(-1, keepdim=True) + norm.eps).rsqrt() * norm.weight
+        return apply_rope(y, *rope) if rope else y
+    assert_as_close_as_torch(of(native.normed_and_rotated), of(plain), of(plain), (x, gain))
+
+
+VANILLA = dict(n_layer=2, n_head=4, n_embd=24, block_size=64, vocab_size=VOCAB)
+MECHANISMS = dict(
+    vanilla=VANILLA, full=FULL_STACK, sink=dict(FULL_STACK, attn_sink=True),
+    offset=dict(FULL_STACK, head_dim=8, key_offset=True), tied=dict(FULL_STACK, kv_tied='all'),
+    int8=dict(FULL_STACK, kv_quant_train='int8'), relu2=dict(FULL_STACK, gelu='relu2'),
+    tanh=dict(VANILLA, gelu='tanh', bias=True))
+
+
+def losses_and_gradients(model, T, policy='none'):
+    set_recompute(model, policy)
+    torch.manual_seed(2)
+    idx, targets = torch.randint(model.config.vocab_size, (2, 3, T))
+    model.zero_grad()
+    loss = model(idx, targets)[1]
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize('name', MECHANISMS)
+def test_models_train_as_in_plain_torch(name):
+    torch.manual_seed(1)
+    model = GPT(GPTConfig(**MECHANISMS[name])).train()
+    T = model.config.block_size
+    plain = losses_and_gradients(model, T)
+    native.speed_up(model)
+    found = losses_and_gradients(model, T)
+    torch.testing.assert_close(found[0], plain[0], atol=1e-6, rtol=1e-6)
+    for key, grad in plain[1].items():
+        torch.testing.assert_close(found[1][key], grad, atol=2e-5, rtol=1e-3, msg=key)
+    for policy in ('none', 'selective', 'block', 'mlp'):  # the same bits, and with recomputation
+        loss, grads = losses_and_gradients(model, T, policy)
+        assert loss == found[0]
+        assert all(torch.equal(grads[key], grad) for key, grad in found[1].items()), policy
+
+
+def test_what_it_does_not_take_is_torchs():
+    model = GPT(GPTConfig(**FULL_STACK)).double()
+    plain = losses_and_gradients(model, 32)
+    native.speed_up(model)
+    loss, grads = losses_and_gradients(model, 32)
+    assert loss == plain[0] and all(torch.equal(grads[key], x) for key, x in plain[1].items())
+
+
+def test_who_uses_it(monkeypatch, capsys):
+    for dtype, device, compiled in itertools.product(('auto', 'float32'), ('cpu', 'cuda'),
+                                                     (False, True)):
+        s = SimpleNamespace(dtype=dtype, compile=compiled)
+        assert native.wanted(s, torch.device(device)) == (
+            (dtype, device, compiled) == ('auto', 'cpu', False))
+    native.library.cache_clear()
+    monkeypatch.setenv('CXX', 'no-such-compiler')
+    try:
+        s = SimpleNamespace(dtype='auto', compile=False)
+        assert not any(native.wanted(s, torch.device('cpu')) for _ in range(2))
+        assert capsys.readouterr().err.count('Note: no C++ extension') == 1
+    finally:
+        native.library.cache_clear()

@@ -1,0 +1,267 @@
+"""What a training step does beside its matmuls, in C++ on a CPU (train.cpp): attention, GELU, and
+QK-norm with RoPE, forward and backward in float32.
+
+They are torch operators (`torch.ops.nanokv`), so that recomputation sees attention and memory is
+predicted from tensors without data. Every function here does the same in plain torch if it is
+given anything but float32 tensors on a CPU.
+"""
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+from torch.autograd.function import once_differentiable
+
+from attention import causal_attention
+from attention.rope import norm_and_rotate
+from engine import native
+
+WIDEST = 1024  # head_dim
+
+
+class Heads(ctypes.Structure):
+    _fields_ = [('data', ctypes.c_void_p), *((name, ctypes.c_int64) for name in 'bht')]
+
+
+class Attention(ctypes.Structure):
+    _fields_ = [*((name, Heads) for name in 'q k v y dy dq dk dv'.split()),
+                *((name, ctypes.c_void_p) for name in ('lse', 'sink', 'dsink')),
+                *((name, ctypes.c_int64) for name in 'B H Hkv T D window'.split()),
+                ('seed', ctypes.c_uint64), ('dropout', ctypes.c_float)]
+
+
+class Norm(ctypes.Structure):
+    _fields_ = [*((name, Heads) for name in 'x y dy dx'.split()),
+                *((name, ctypes.c_void_p) for name in 'gain cos sin dgain'.split()),
+                *((name, ctypes.c_int64) for name in 'BHTD'), ('eps', ctypes.c_float)]
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The extension, compiled if necessary; None, after a note, if that is not possible."""
+    return native.opened(Path(__file__).with_name('train.cpp'), _checked)
+
+
+def _checked(found):
+    found.nanokv_train_sizes.restype = ctypes.c_int64
+    for k, struct in enumerate((Attention, Norm)):
+        if found.nanokv_train_sizes(ctypes.c_int64(k)) != ctypes.sizeof(struct):
+            raise native.Unavailable(f'{struct.__name__} has a different size in the extension')
+    return found
+
+
+def wanted(s, device: torch.device) -> bool:
+    """Whether a run with settings `s` uses the extension: on a CPU with dtype='auto', unless it is
+    compiled. dtype='float32' is torch's own arithmetic, whose losses are the same to the last bit
+    whatever this version of the extension computes."""
+    return s.dtype == 'auto' and device.type == 'cpu' and not s.compile and library() is not None
+
+
+def speed_up(model) -> None:
+    """Let a GPT train with the extension, in place. Call it after `training.z_loss.add_z_loss`,
+    which needs all scores."""
+    for block in model.transformer.h:
+        block.attn.norm_and_rotate = normed_and_rotated
+        if block.attn.attend is causal_attention:
+            block.attn.attend = attend
+        block.mlp.gelu.__class__ = GELU
+
+
+def _takes(*tensors) -> bool:
+    return all(x is None or x.dtype == torch.float32 and x.device.type == 'cpu' for x in tensors)
+
+
+def _heads(x) -> Heads:
+    return Heads(x.data_ptr(), *x.stride()[:3])
+
+
+def _pointer(x):
+    return None if x is None else x.data_ptr()
+
+
+def _contiguous_rows(x):
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _like(x):
+    """An empty tensor of the shape of x (B, H, T, D) whose memory is (B, T, H, D), the layout of a
+    Linear layer's output."""
+    return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
+
+
+# -- operators -------------------------------------------------------------------------------------
+
+operators = torch.library.Library('nanokv', 'DEF')
+
+
+def operator(schema: str, fake):
+    """Register a function for CPU tensors. fake: the same for tensors without data."""
+    def register(f):
+        name = schema.partition('(')[0]
+        operators.define(schema)
+        operators.impl(name, f, 'CPU')
+        torch.library.register_fake(f'nanokv::{name}', fake, lib=operators)
+        return getattr(torch.ops.nanokv, name)
+    return register
+
+
+def _empty_attention(q, k, v, sink, window, dropout, seed):
+    return _like(q), q.new_empty(q.shape[:3])
+
+
+def _empty_gradients(q, k, v, sink, y, lse, dy, window, dropout, seed):
+    return _like(q), _like(k), _like(v), torch.empty_like(lse[0, :, 0])
+
+
+def _attention(q, k, v, window, dropout, seed, sink, lse, **heads) -> Attention:
+    B, H, T, D = q.shape
+    return Attention(**{name: _heads(x) for name, x in dict(q=q, k=k, v=v, **heads).items()},
+                     lse=lse.data_ptr(), sink=_pointer(sink), B=B, H=H, Hkv=k.size(1), T=T, D=D,
+                     window=min(window or T, T), seed=seed, dropout=dropout)
+
+
+@operator('attention(Tensor q, Tensor k, Tensor v, Tensor? sink, int window, float dropout, '
+          'int seed) -> (Tensor, Tensor)', _empty_attention)
+def attention(q, k, v, sink, window, dropout, seed):
+    """Causal attention in a window (0 = none): y (B, H, T, D), and the logarithm of each softmax's
+    denominator (B, H, T). sink: (H,), or None."""
+    y, lse = _empty_attention(q, k, v, sink, window, dropout, seed)
+    call = _attention(q, k, v, window, dropout, seed, sink, lse, y=y)
+    library().nanokv_attention(ctypes.byref(call))
+    return y, lse
+
+
+@operator('attention_backward(Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor y, Tensor lse, '
+          'Tensor dy, int window, float dropout, int seed) -> (Tensor, Tensor, Tensor, Tensor)',
+          _empty_gradients)
+def attention_backward(q, k, v, sink, y, lse, dy, window, dropout, seed):
+    """The gradients of q, k, v, and of sink (0 without one)."""
+    dq, dk, dv, dsink = _empty_gradients(q, k, v, sink, y, lse, dy, window, dropout, seed)
+    dsink.zero_()
+    call = _attention(q, k, v, window, dropout, seed, sink, lse, y=y, dy=dy, dq=dq, dk=dk, dv=dv)
+    call.dsink = None if sink is None else dsink.data_ptr()
+    library().nanokv_attention_backward(ctypes.byref(call))
+    return dq, dk, dv, dsink
+
+
+@operator('gelu(Tensor x, bool tanh) -> Tensor', lambda x, tanh: torch.empty_like(x))
+def gelu(x, tanh):
+    y = torch.empty_like(x)
+    library().nanokv_gelu(*_pointers(x, y), ctypes.c_int64(x.numel()), tanh)
+    return y
+
+
+@operator('gelu_backward(Tensor dy, Tensor x, bool tanh) -> Tensor',
+          lambda dy, x, tanh: torch.empty_like(x))
+def gelu_backward(dy, x, tanh):
+    dx = torch.empty_like(x)
+    library().nanokv_gelu_backward(*_pointers(dy, x, dx), ctypes.c_int64(x.numel()), tanh)
+    return dx
+
+
+def _pointers(*tensors):
+    return [ctypes.c_void_p(x.data_ptr()) for x in tensors]
+
+
+def _norm(x, gain, cos, sin, eps, **heads) -> Norm:
+    B, H, T, D = x.shape
+    return Norm(**{name: _heads(t) for name, t in dict(x=x, **heads).items()}, eps=eps,
+                gain=gain.data_ptr(), cos=_pointer(cos), sin=_pointer(sin), B=B, H=H, T=T, D=D)
+
+
+@operator('norm(Tensor x, Tensor gain, Tensor? cos, Tensor? sin, float eps) -> Tensor',
+          lambda x, gain, cos, sin, eps: _like(x))
+def norm(x, gain, cos, sin, eps):
+    """QK-norm of x (B, H, T, D), then RoPE with tables (T, D) or None."""
+    y = _like(x)
+    library().nanokv_norm(ctypes.byref(_norm(x, gain, cos, sin, eps, y=y)))
+    return y
+
+
+@operator('norm_backward(Tensor dy, Tensor x, Tensor gain, Tensor? cos, Tensor? sin, float eps) '
+          '-> (Tensor, Tensor)',
+          lambda dy, x, gain, cos, sin, eps: (_like(x), torch.empty_like(gain)))
+def norm_backward(dy, x, gain, cos, sin, eps):
+    """The gradients of x and gain."""
+    dx, dgain = _like(x), torch.empty_like(gain)
+    call = _norm(x, gain, cos, sin, eps, dy=dy, dx=dx)
+    call.dgain = dgain.data_ptr()
+    library().nanokv_norm_backward(ctypes.byref(call))
+    return dx, dgain
+
+
+# -- with gradients --------------------------------------------------------------------------------
+
+def attend(q, k, v, window: int = 0, dropout_p: float = 0.0, backend: str = 'auto', sink=None):
+    """Like `attention.causal_attention`; backends other than 'auto' are torch's."""
+    if backend != 'auto' or not _takes(q, k, v, sink) or q.size(-1) > WIDEST:
+        return causal_attention(q, k, v, window, dropout_p, backend, sink)
+    return _Attend.apply(q, k, v, sink, window, dropout_p)
+
+
+class _Attend(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, q, k, v, sink, window, dropout):
+        seed = int(torch.randint(2 ** 62, ())) if dropout else 0
+        q, k, v = map(_contiguous_rows, (q, k, v))
+        y, lse = torch.ops.nanokv.attention(q, k, v, sink, window, dropout, seed)
+        ctx.save_for_backward(q, k, v, sink, y, lse)
+        ctx.how = window, dropout, seed
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        dq, dk, dv, dsink = torch.ops.nanokv.attention_backward(
+            *ctx.saved_tensors, _contiguous_rows(dy), *ctx.how)
+        return dq, dk, dv, dsink if ctx.needs_input_grad[3] else None, None, None
+
+
+class GELU(nn.GELU):
+    """The same activation, of the extension."""
+
+    def forward(self, x):
+        return _Gelu.apply(x, self.approximate == 'tanh') if _takes(x) else super().forward(x)
+
+
+class _Gelu(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, x, tanh):
+        x = x.contiguous()
+        ctx.save_for_backward(x)
+        ctx.tanh = tanh
+        return torch.ops.nanokv.gelu(x, tanh)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, = ctx.saved_tensors
+        return torch.ops.nanokv.gelu_backward(dy.contiguous(), x, ctx.tanh), None
+
+
+def normed_and_rotated(x, qk_norm, rope=None):
+    """Like `attention.rope.norm_and_rotate`."""
+    cos, sin = rope or (None, None)
+    if (qk_norm is None or not _takes(x, qk_norm.weight, cos) or x.size(-1) > WIDEST
+            or cos is not None and cos.dim() != 2):
+        return norm_and_rotate(x, qk_norm, rope)
+    return _Norm.apply(x, qk_norm.weight, cos, sin, qk_norm.eps)
+
+
+class _Norm(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, x, gain, cos, sin, eps):
+        x = _contiguous_rows(x)
+        ctx.save_for_backward(x, gain, cos, sin)
+        ctx.eps = eps
+        return torch.ops.nanokv.norm(x, gain, cos, sin, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        dx, dgain = torch.ops.nanokv.norm_backward(_contiguous_rows(dy), *ctx.saved_tensors, ctx.eps)
+        return dx, dgain, None, None, None

@@ -1,0 +1,447 @@
+// What a training step does beside its matmuls on a CPU: attention forward and backward, GELU,
+// QK-norm with RoPE. Each operation is one pass over memory, or one over tiles that stay in a core's
+// cache. Vectors and exp are those of the decode step (engine/native/kernels.h).
+#include <vector>
+
+#include "kernels.h"
+
+// (B, heads, T, D) with a last dimension that is contiguous; strides in elements.
+struct Heads {
+    float* data;
+    int64_t b, h, t;
+    float* at(int64_t batch, int64_t head, int64_t token) const {
+        return data + batch * b + head * h + token * t;
+    }
+};
+
+static int64_t rounded_up(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
+
+// -- small matmuls --------------------------------------------------------------------------------
+
+// C (R x 16 N) = A B, or += A B. Element (i, k) of A is at a[i * rows + k * columns]; rows of B and
+// of C are contiguous.
+template <int R, int N>
+INLINE void tile(int64_t depth, const float* a, int64_t rows, int64_t columns, const float* b,
+                 int64_t b_row, float* c, int64_t c_row, bool add) {
+    f16x acc[R][N];
+    for (int r = 0; r < R; r++)
+        for (int n = 0; n < N; n++) acc[r][n] = f16x{};
+    for (int64_t k = 0; k < depth; k++) {
+        f16x row[N];
+        for (int n = 0; n < N; n++) row[n] = load(b + k * b_row + n * LANES);
+        for (int r = 0; r < R; r++) {
+            const float factor = a[r * rows + k * columns];
+            for (int n = 0; n < N; n++) acc[r][n] += row[n] * factor;
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int n = 0; n < N; n++) {
+            float* to = c + r * c_row + n * LANES;
+            store(to, add ? load(to) + acc[r][n] : acc[r][n]);  // sums of sums are more exact
+        }
+}
+
+template <int N>
+static void column(int64_t m, int64_t depth, const float* a, int64_t rows, int64_t columns,
+                   const float* b, int64_t b_row, float* c, int64_t c_row, bool add) {
+    constexpr int R = WIDE ? 12 / N : 6;  // as many sums as there are registers for
+    int64_t i = 0;
+    for (; i + R <= m; i += R)
+        tile<R, N>(depth, a + i * rows, rows, columns, b, b_row, c + i * c_row, c_row, add);
+    for (; i + 2 <= m; i += 2)
+        tile<2, N>(depth, a + i * rows, rows, columns, b, b_row, c + i * c_row, c_row, add);
+    if (i < m) tile<1, N>(depth, a + i * rows, rows, columns, b, b_row, c + i * c_row, c_row, add);
+}
+
+// C (m x n) = A (m x depth) B (depth x n), or += it; n is a multiple of 16.
+static void multiply(int64_t m, int64_t n, int64_t depth, const float* a, int64_t rows,
+                     int64_t columns, const float* b, int64_t b_row, float* c, int64_t c_row,
+                     bool add = false) {
+    int64_t j = 0;
+    for (; WIDE && j + 2 * LANES <= n; j += 2 * LANES)
+        column<2>(m, depth, a, rows, columns, b + j, b_row, c + j, c_row, add);
+    for (; j < n; j += LANES)
+        column<1>(m, depth, a, rows, columns, b + j, b_row, c + j, c_row, add);
+}
+
+// -- attention ------------------------------------------------------------------------------------
+
+// q, y, dy, dq: (B, H, T, D). k, v, dk, dv: (B, Hkv, T, D). lse: (B, H, T), the logarithm of the
+// softmax's denominator. sink, dsink: (H,), or null.
+struct Attention {
+    Heads q, k, v, y, dy, dq, dk, dv;
+    float* lse;
+    const float* sink;
+    float* dsink;
+    int64_t B, H, Hkv, T, D;
+    int64_t window;  // keys that a query sees; T or more = all up to its own
+    uint64_t seed;   // of dropout
+    float dropout;   // probability
+};
+
+// A unit of work: the query blocks part, part + parts, ... of all query heads of one K/V head. Its
+// K and V are copied once, padded with zeros to widths and lengths that are multiples of 16.
+struct Unit {
+    const Attention& a;
+    int64_t batch, kv_head, group, width, length, block;
+    std::vector<float> k, v, k_t, v_t;  // (length, width), and (width, length)
+    std::vector<float> q, y, p, dp;     // of a block: (group * block, width or length)
+
+    Unit(const Attention& a, int64_t pair, bool backward)
+        : a(a), batch(pair / a.Hkv), kv_head(pair % a.Hkv), group(a.H / a.Hkv),
+          width(rounded_up(a.D)), length(rounded_up(a.T) + LANES),
+          block(std::min<int64_t>(a.T, a.window < 48 ? 16 : 32)) {
+        const int64_t rows = group * block, most = rounded_up(span(block)) + LANES;
+        q.resize(rows * width);
+        y.resize(rows * width);
+        p.resize(rows * most);
+        pack(a.k, k_t, true);
+        if (!backward) {
+            pack(a.v, v, false);
+            return;
+        }
+        pack(a.k, k, false);
+        pack(a.v, v_t, true);
+        dp.resize(rows * most);
+    }
+
+    int64_t span(int64_t n) const { return std::min(a.T, n + a.window - 1); }
+
+    void pack(const Heads& from, std::vector<float>& to, bool transposed) {
+        to.assign(length * width, 0);
+        for (int64_t t = 0; t < a.T; t++) {
+            const float* row = from.at(batch, kv_head, t);
+            if (transposed)
+                for (int64_t d = 0; d < a.D; d++) to[d * length + t] = row[d];
+            else
+                memcpy(&to[t * width], row, a.D * sizeof(float));
+        }
+    }
+
+    // Copy n rows of each query head from `first` on, times a factor; the padding stays 0.
+    void take(const Heads& from, int64_t first, int64_t n, float factor, std::vector<float>& to) {
+        for (int64_t g = 0; g < group; g++)
+            for (int64_t i = 0; i < n; i++) {
+                const float* row = from.at(batch, kv_head * group + g, first + i);
+                float* out = &to[(g * n + i) * width];
+                for (int64_t d = 0; d < a.D; d++) out[d] = row[d] * factor;
+            }
+    }
+
+    void give(const std::vector<float>& from, int64_t first, int64_t n, const Heads& to) {
+        for (int64_t g = 0; g < group; g++)
+            for (int64_t i = 0; i < n; i++)
+                memcpy(to.at(batch, kv_head * group + g, first + i), &from[(g * n + i) * width],
+                       a.D * sizeof(float));
+    }
+};
+
+// The queries of a block start at token `first`, its keys at token `start`. There are `keys` of
+// them, a multiple of 16, the last ones behind the last query's own.
+struct Block {
+    int64_t first, n, start, keys;
+
+    Block(const Unit& u, int64_t index) : first(index * u.block) {
+        n = std::min(u.block, u.a.T - first);
+        start = std::max<int64_t>(0, first - u.a.window + 1);
+        keys = rounded_up(first + n - start);
+    }
+    // Keys low to high - 1, counted from `start`, are those that query i of the block sees.
+    int64_t low(const Unit& u, int64_t i) const {
+        return std::max<int64_t>(0, first + i - u.a.window + 1) - start;
+    }
+    int64_t high(int64_t i) const { return first + i - start + 1; }
+};
+
+INLINE uint32_t mixed(uint32_t x) {  // a hash: "lowbias32" of Ettinger's hash-prospector
+    x = (x ^ (x >> 16)) * 0x7feb352du;
+    x = (x ^ (x >> 15)) * 0x846ca68bu;
+    return x ^ (x >> 16);
+}
+
+// Multiply row p (keys,) of query `token` by 0 or 1 / (1 - dropout). The same in both passes.
+static void drop(const Attention& a, int64_t row, int64_t start, int64_t keys, float* p) {
+    const uint32_t key = mixed((uint32_t)a.seed + mixed((uint32_t)row));
+    const uint32_t other = mixed((uint32_t)(a.seed >> 32) ^ key);
+    const uint32_t limit = (uint32_t)(a.dropout * 4294967296.0);
+    const float factor = 1 / (1 - a.dropout);
+    for (int64_t j = 0; j < keys; j++)
+        p[j] = mixed(mixed((uint32_t)(start + j) ^ key) + other) < limit ? 0 : p[j] * factor;
+}
+
+static void zero_outside(float* row, int64_t low, int64_t high, int64_t keys, float value = 0) {
+    std::fill(row, row + low, value);
+    std::fill(row + high, row + keys, value);
+}
+
+// Scores (keys,) of one query -> weights, and the logarithm of their sum.
+static float softmax(float* row, int64_t low, int64_t high, int64_t keys, const float* sink) {
+    zero_outside(row, low, high, keys, -INFINITY);
+    f16x most16 = load(row);
+    for (int64_t j = LANES; j < keys; j += LANES) {
+        f16x x = load(row + j);
+        most16 = select(x > most16, x, most16);
+    }
+    float most = sink ? *sink : -INFINITY, lanes[LANES];
+    store(lanes, most16);
+    for (float x : lanes) most = std::max(most, x);
+
+    f16x total16 = {};
+    for (int64_t j = 0; j < keys; j += LANES) {
+        f16x e = exp16(load(row + j) - most);
+        store(row + j, e);
+        total16 += e;
+    }
+    zero_outside(row, low, high, keys);  // exp of -infinity is about 1e-38
+    const float total = sum(total16) + (sink ? std::exp(*sink - most) : 0);
+    for (int64_t j = 0; j < keys; j += LANES) store(row + j, load(row + j) * (1 / total));
+    return most + std::log(total);
+}
+
+static int64_t parts_of(const Attention& a) {
+    const int64_t pairs = a.B * a.Hkv, threads = omp_get_max_threads();
+    return std::min((threads + pairs - 1) / pairs, (a.T + 31) / 32);
+}
+
+extern "C" void nanokv_attention(const Attention* args) {
+    const Attention& a = *args;
+    const int64_t parts = parts_of(a);
+    const float scale = 1 / std::sqrt((float)a.D);
+    #pragma omp parallel for schedule(dynamic)
+    for (int64_t unit = 0; unit < a.B * a.Hkv * parts; unit++) {
+        Unit u(a, unit / parts, false);
+        for (int64_t index = unit % parts; index * u.block < a.T; index += parts) {
+            const Block block(u, index);
+            const int64_t rows = u.group * block.n;
+            u.take(a.q, block.first, block.n, scale, u.q);
+            multiply(rows, block.keys, a.D, u.q.data(), u.width, 1, &u.k_t[block.start], u.length,
+                     u.p.data(), block.keys);
+            for (int64_t r = 0; r < rows; r++) {
+                const int64_t head = u.kv_head * u.group + r / block.n, i = r % block.n;
+                const int64_t row = (u.batch * a.H + head) * a.T + block.first + i;
+                float* p = &u.p[r * block.keys];
+                a.lse[row] = softmax(p, block.low(u, i), block.high(i), block.keys,
+                                     a.sink ? a.sink + head : nullptr);
+                if (a.dropout > 0) drop(a, row, block.start, block.keys, p);
+            }
+            multiply(rows, u.width, block.keys, u.p.data(), block.keys, 1,
+                     &u.v[block.start * u.width], u.width, u.y.data(), u.width);
+            u.give(u.y, block.first, block.n, a.y);
+        }
+    }
+}
+
+// Scores of a block (in u.p) and gradients of weights (in u.dp) -> weights that V was multiplied by,
+// and gradients of scores. u.y holds the gradients of the outputs.
+static void score_gradients(Unit& u, const Block& block, float* dsink) {
+    const Attention& a = u.a;
+    for (int64_t r = 0; r < u.group * block.n; r++) {
+        const int64_t head = u.kv_head * u.group + r / block.n, i = r % block.n;
+        const int64_t row = (u.batch * a.H + head) * a.T + block.first + i;
+        const float* y = a.y.at(u.batch, head, block.first + i);
+        const float lse = a.lse[row];
+        float *p = &u.p[r * block.keys], *dp = &u.dp[r * block.keys], mean = 0;
+        for (int64_t d = 0; d < a.D; d++) mean += u.y[r * u.width + d] * y[d];
+
+        for (int64_t j = 0; j < block.keys; j += LANES)
+            store(p + j, exp16(load(p + j) - lse));
+        zero_outside(p, block.low(u, i), block.high(i), block.keys);
+        if (a.dropout > 0) drop(a, row, block.start, block.keys, dp);
+        for (int64_t j = 0; j < block.keys; j += LANES)
+            store(dp + j, load(p + j) * (load(dp + j) - mean));
+        if (a.dropout > 0) drop(a, row, block.start, block.keys, p);
+        if (dsink) dsink[head] -= std::exp(a.sink[head] - lse) * mean;
+    }
+}
+
+extern "C" void nanokv_attention_backward(const Attention* args) {
+    const Attention& a = *args;
+    const int64_t parts = parts_of(a), pairs = a.B * a.Hkv, width = rounded_up(a.D);
+    const int64_t size = (rounded_up(a.T) + LANES) * width;
+    const float scale = 1 / std::sqrt((float)a.D);
+    std::vector<float> sums(pairs * parts * 2 * size);  // dk and dv of each unit
+    std::vector<float> sinks(a.dsink ? pairs * parts * a.H : 0);
+    #pragma omp parallel for schedule(dynamic)
+    for (int64_t unit = 0; unit < pairs * parts; unit++) {
+        Unit u(a, unit / parts, true);
+        std::vector<float> dq(u.q.size());
+        float *dk = &sums[unit * 2 * size], *dv = dk + size;
+        for (int64_t index = unit % parts; index * u.block < a.T; index += parts) {
+            const Block block(u, index);
+            const int64_t rows = u.group * block.n, keys = block.keys, at = block.start * width;
+            u.take(a.q, block.first, block.n, scale, u.q);
+            u.take(a.dy, block.first, block.n, 1, u.y);
+            multiply(rows, keys, a.D, u.q.data(), width, 1, &u.k_t[block.start], u.length,
+                     u.p.data(), keys);
+            multiply(rows, keys, a.D, u.y.data(), width, 1, &u.v_t[block.start], u.length,
+                     u.dp.data(), keys);
+            score_gradients(u, block, a.dsink ? &sinks[unit * a.H] : nullptr);
+
+            multiply(keys, width, rows, u.p.data(), 1, keys, u.y.data(), width, dv + at, width, true);
+            multiply(keys, width, rows, u.dp.data(), 1, keys, u.q.data(), width, dk + at, width, true);
+            multiply(rows, width, keys, u.dp.data(), keys, 1, &u.k[at], width, dq.data(), width);
+            for (float& x : dq) x *= scale;
+            u.give(dq, block.first, block.n, a.dq);
+        }
+    }
+    #pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < pairs * a.T; row++) {
+        const int64_t pair = row / a.T, t = row % a.T;
+        float* out[] = {a.dk.at(pair / a.Hkv, pair % a.Hkv, t), a.dv.at(pair / a.Hkv, pair % a.Hkv, t)};
+        for (int which = 0; which < 2; which++)
+            for (int64_t d = 0; d < a.D; d++) {
+                const float* from = &sums[(pair * parts * 2 + which) * size + t * width + d];
+                float total = 0;
+                for (int64_t part = 0; part < parts; part++) total += from[part * 2 * size];
+                out[which][d] = total;
+            }
+    }
+    for (size_t i = 0; i < sinks.size(); i++) a.dsink[i % a.H] += sinks[i];
+}
+
+// -- GELU -----------------------------------------------------------------------------------------
+
+// The normal distribution's mass below -|x|, given exp(-x^2 / 2): half of erfc(z), z = |x| / sqrt 2,
+// as t times a polynomial of t = 1 / (1 + 0.34 z), fitted to 4e-10.
+INLINE f16x lower_tail(f16x x, f16x bell) {
+    const f16x t = 1.0f / ((f16x)((i16x)x & 0x7fffffff) * (0.34f * 0.70710678f) + 1.0f);
+    f16x p = t * -0.12349382859f + 0.54381778301f;
+    p = p * t - 0.62551820388f;
+    p = p * t + 0.60562100448f;
+    p = p * t - 0.14303516881f;
+    p = p * t + 0.15253518875f;
+    return (p * t + 0.09007322470f) * t * bell;
+}
+
+INLINE f16x gelu_value(f16x x, bool tanh) {
+    if (tanh) return gelu_tanh(x);
+    const f16x tail = lower_tail(x, exp16(x * x * -0.5f));
+    return x * select(x < 0.0f, tail, 1.0f - tail);
+}
+
+INLINE f16x gelu_slope(f16x x, bool tanh) {
+    if (!tanh) {
+        const f16x bell = exp16(x * x * -0.5f), tail = lower_tail(x, bell);
+        return select(x < 0.0f, tail, 1.0f - tail) + x * bell * 0.39894228f;
+    }
+    const f16x squares = x * x, z = x * 1.59576912f * (squares * 0.044715f + 1.0f);
+    const f16x e = exp16(-z), share = 1.0f / (e + 1.0f), rest = e * share;  // 1 - share
+    return share + x * share * rest * (squares * 0.134145f + 1.0f) * 1.59576912f;
+}
+
+// Call f(i, n) for each 16 elements; n < 16 at the end.
+template <typename F>
+static void each16(int64_t size, F f) {
+    #pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < size; i += LANES) f(i, std::min<int64_t>(LANES, size - i));
+}
+
+INLINE f16x load_some(const float* p, int64_t n) {
+    if (n == LANES) return load(p);
+    float padded[LANES] = {};
+    memcpy(padded, p, n * sizeof(float));
+    return load(padded);
+}
+
+INLINE void store_some(float* p, f16x x, int64_t n) {
+    if (n == LANES) store(p, x);
+    else memcpy(p, &x, n * sizeof(float));
+}
+
+extern "C" void nanokv_gelu(const float* x, float* y, int64_t size, int32_t tanh) {
+    each16(size, [=](int64_t i, int64_t n) {
+        store_some(y + i, gelu_value(load_some(x + i, n), tanh), n);
+    });
+}
+
+// dx may be dy.
+extern "C" void nanokv_gelu_backward(const float* dy, const float* x, float* dx, int64_t size,
+                                     int32_t tanh) {
+    each16(size, [=](int64_t i, int64_t n) {
+        store_some(dx + i, load_some(dy + i, n) * gelu_slope(load_some(x + i, n), tanh), n);
+    });
+}
+
+// -- QK-norm and RoPE -----------------------------------------------------------------------------
+
+// gain: (D,). cos, sin: (T, D), as `attention.rope.RotaryTable` makes them, or null.
+struct Norm {
+    Heads x, y, dy, dx;
+    const float *gain, *cos, *sin;
+    float* dgain;  // (D,)
+    int64_t B, H, T, D;
+    float eps;
+};
+
+// turn: -1 rotates back.
+INLINE void rotated(const Norm& a, int64_t token, const float* x, float turn, float* y) {
+    const int64_t half = a.D / 2;
+    if (!a.cos) {
+        memcpy(y, x, a.D * sizeof(float));
+        return;
+    }
+    const float *cos = a.cos + token * a.D, *sin = a.sin + token * a.D;
+    #pragma omp simd
+    for (int64_t i = 0; i < half; i++) {
+        y[i] = x[i] * cos[i] + x[i + half] * turn * sin[i];
+        y[i + half] = x[i + half] * cos[i + half] + x[i] * turn * sin[i + half];
+    }
+}
+
+INLINE float inverse_norm(const float* x, int64_t n, float eps) {
+    float squares = 0;
+    #pragma omp simd reduction(+ : squares)
+    for (int64_t i = 0; i < n; i++) squares += x[i] * x[i];
+    return 1 / std::sqrt(squares / n + eps);
+}
+
+constexpr int WIDEST = 1024;  // head_dim
+
+extern "C" void nanokv_norm(const Norm* args) {
+    const Norm& a = *args;
+    #pragma omp parallel for schedule(static) collapse(2)
+    for (int64_t b = 0; b < a.B; b++)
+        for (int64_t t = 0; t < a.T; t++)
+            for (int64_t h = 0; h < a.H; h++) {
+                const float *x = a.x.at(b, h, t), r = inverse_norm(x, a.D, a.eps);
+                float normed[WIDEST];
+                #pragma omp simd
+                for (int64_t d = 0; d < a.D; d++) normed[d] = x[d] * r * a.gain[d];
+                rotated(a, t, normed, 1, a.y.at(b, h, t));
+            }
+}
+
+extern "C" void nanokv_norm_backward(const Norm* args) {
+    const Norm& a = *args;
+    // sums of each thread, added up in order: results must not depend on which ends first
+    std::vector<std::vector<double>> sums(omp_get_max_threads(), std::vector<double>(a.D));
+    #pragma omp parallel
+    {
+        double* dgain = sums[omp_get_thread_num()].data();
+        #pragma omp for schedule(static) collapse(2)
+        for (int64_t b = 0; b < a.B; b++)
+            for (int64_t t = 0; t < a.T; t++)
+                for (int64_t h = 0; h < a.H; h++) {
+                    const float *x = a.x.at(b, h, t), r = inverse_norm(x, a.D, a.eps);
+                    float u[WIDEST], mean = 0, *dx = a.dx.at(b, h, t);
+                    rotated(a, t, a.dy.at(b, h, t), -1, u);
+                    #pragma omp simd reduction(+ : mean)
+                    for (int64_t d = 0; d < a.D; d++) mean += u[d] * x[d] * r * a.gain[d];
+                    mean /= a.D;
+                    #pragma omp simd
+                    for (int64_t d = 0; d < a.D; d++) {
+                        dgain[d] += u[d] * x[d] * r;
+                        dx[d] = (u[d] * a.gain[d] - x[d] * r * mean) * r;
+                    }
+                }
+    }
+    for (int64_t d = 0; d < a.D; d++) {
+        double total = 0;
+        for (const auto& sum : sums) total += sum[d];
+        a.dgain[d] = (float)total;
+    }
+}
+
+extern "C" int64_t nanokv_train_sizes(int64_t which) {
+    return which ? sizeof(Norm) : sizeof(Attention);
+}
