@@ -39,11 +39,6 @@ def test_round_trip_is_nanogpts_format(tmp_path):
     assert read_meta(folder) == META
 
 
-def test_largest_id_fits_and_wide_dtypes_do_not_wrap(tmp_path):
-    write_dataset(tmp_path, {'train': np.array([65535], dtype=np.int64)}, None)
-    assert open_tokens(tmp_path / 'train.bin').tolist() == [65535]
-
-
 @pytest.mark.parametrize('content', [None, b'', b'123'])
 def test_open_tokens_refuses(tmp_path, content):
     path = tmp_path / 'train.bin'
