@@ -82,8 +82,7 @@ def test_a_prompt_is_text_whatever_it_looks_like():
 def test_imports_and_functions_named_like_a_key_are_not_meant(file, program):
     path = file('import json\nfrom math import pi\ndef report(): pass\ndef stop(): pass\n'
                 'learning_rate = pi / 1000')
-    s = parse(path, program=program)
-    assert not {'json', 'report', 'stop'} & s.given.keys()
+    assert not {'json', 'report', 'stop'} & parse(path, program=program).given.keys()
 
 
 def test_other_numbers_of_a_file_are_converted_and_docstrings_calls_and_types_are_no_idle_lines(
@@ -151,17 +150,13 @@ def test_all_unknown_keys_of_a_file_are_named(file):
     assert 'batch_size' not in message
 
 
-def test_value_may_follow_its_key():
-    s = parse('--batch_size', '3', '--data_seed', '-1', '--out_dir', 'x', '--learning_rate=2')
-    assert (s.batch_size, s.data_seed, s.out_dir, s.learning_rate) == (3, -1, 'x', 2.0)
-    assert s.given.keys() == {'batch_size', 'data_seed', 'out_dir', 'learning_rate'}
-
-
-def test_key_alone_means_true(file):
-    s = parse('--eval_only', file('batch_size = 5'), '--compile', 'False', '--wandb_log',
-              '--tf32=False')
-    found = s.eval_only, s.batch_size, s.compile, s.wandb_log, s.tf32
-    assert found == (True, 5, False, True, False)
+def test_value_may_follow_its_key_and_key_alone_means_true(file):
+    s = parse('--eval_only', file('batch_size = 5'), '--compile', 'False', '--data_seed', '-1',
+              '--out_dir', 'x', '--wandb_log', '--learning_rate=2')
+    found = s.eval_only, s.batch_size, s.compile, s.data_seed, s.out_dir, s.wandb_log
+    assert found == (True, 5, False, -1, 'x', True) and s.learning_rate == 2.0
+    assert s.given.keys() == {'eval_only', 'batch_size', 'compile', 'data_seed', 'out_dir',
+                              'wandb_log', 'learning_rate'}
 
 
 # -- files -----------------------------------------------------------------------------------------
