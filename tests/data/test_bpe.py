@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from config.errors import UserError
-from data.bpe import byte_letters, learn_bpe, learned_encoding
+from data.bpe import learn_bpe, learned_encoding
 from data.gpt2_bpe import END_OF_TEXT, encode_text
 from data.tokenfiles import TokenSplit, meta_problem
 from data.tokenizer import BPETokenizer, bytes_per_token, load_tokenizer
@@ -60,15 +59,6 @@ def test_bytes_per_token_of_a_split(tmp_path):
     np.zeros(3, dtype='<u2').tofile(tmp_path / 'val.bin')
     assert bytes_per_token(chars, TokenSplit([tmp_path / 'val.bin'])) == 2
     assert bytes_per_token(None, tokens) == bytes_per_token({'vocab_size': 9}, tokens) == 0
-
-
-def test_letters_of_bytes_are_those_of_other_tools():
-    tokenizer = Tokenizer(models.BPE({c: i for i, c in byte_letters().items()}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    text = ''.join(map(chr, range(1, 0x800)))
-    assert tokenizer.encode(text).ids == list(text.encode()) and set(
-        pre_tokenizers.ByteLevel.alphabet()) == set(byte_letters().values())
 
 
 def test_a_short_text_makes_fewer_tokens():

@@ -39,12 +39,6 @@ def test_missing_dataset_prepares_itself_in_its_folder(tmp_path, capsys):
     assert capsys.readouterr().out == 'preparing dataset fresh...\n'
 
 
-def test_prepare_that_leaves_nothing_is_an_error(tmp_path):
-    make(tmp_path, 'lazy', prepare='def main(argv): pass')
-    with pytest.raises(UserError, match="'lazy'.*train.bin"):
-        ensure_dataset('lazy', tmp_path)
-
-
 def test_the_writer_of_a_prepare_takes_the_lock_that_is_held_already(tmp_path):
     folder = make(tmp_path, 'written', prepare="""
         from pathlib import Path
@@ -89,6 +83,16 @@ def test_shards_are_a_prepared_dataset(tmp_path):
         ensure_dataset('big', tmp_path)
 
 
+@pytest.mark.parametrize('prepare, words', [
+    ('def main(argv): pass', 'train.bin'), (WRITE, 'Is a directory')])
+def test_one_that_leaves_nothing_or_has_no_lock_is_an_error(tmp_path, prepare, words):
+    folder = make(tmp_path, 'lazy', prepare=prepare)
+    if prepare is WRITE:
+        (folder / '.prepare.lock').mkdir()
+    with pytest.raises(UserError, match=f'lazy.*{words}'):
+        ensure_dataset('lazy', tmp_path)
+
+
 @pytest.mark.parametrize('line, words', [
     ("BY_HAND = 'it is 9 TB'", 'it is 9 TB'), ("BY_HAND = str(1)", 'str(1)')])
 def test_by_hand_is_not_run_but_explained(tmp_path, line, words):
@@ -131,10 +135,3 @@ def test_two_processes_prepare_once(tmp_path):
     assert (folder / 'runs').read_text() == 'x'
     assert outputs[0] == 'preparing dataset slow...\n'
     assert outputs[1] == 'waiting for another process that prepares dataset slow...\n'
-
-
-def test_a_folder_that_cannot_be_written_to(tmp_path):
-    folder = make(tmp_path, 'fixed', prepare=WRITE)
-    (folder / '.prepare.lock').mkdir()
-    with pytest.raises(UserError, match='fixed'):
-        ensure_dataset('fixed', tmp_path)

@@ -70,14 +70,6 @@ def test_a_download_that_hangs_is_given_up(source, monkeypatch, capsys):
     hang.set()
 
 
-def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):
-    monkeypatch.setenv('NANOKV_CACHE', str(tmp_path / 'own'))
-    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'xdg'))
-    assert cache_folder() == tmp_path / 'own'
-    monkeypatch.delenv('NANOKV_CACHE')
-    assert cache_folder() == tmp_path / 'xdg' / 'nanokv'
-
-
 def test_runs_of_blanks_longer_than_tiktoken_can_take(tiny):
     text = 'a' + ' ' * 2_500_000 + 'b' + '\n' * 100_001
     assert tiny.decode(encode_text(tiny, text).tolist()) == text

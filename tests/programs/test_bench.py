@@ -148,33 +148,45 @@ def test_decode_against_vanilla(capsys):
     assert len(found['bandwidth']['bytes_per_second']['each']) == 4 * 5  # measured in every round
 
 
-def test_decode_within_a_budget(capsys):
-    found, lines = run_bench(capsys, SMALL, mode='decode', against='vanilla', budget='50kB',
-                             contexts='24,20', kv_dtype='int8', dtype='bfloat16')
+def test_decode_within_a_budget_reproduced_from_its_page(capsys, tmp_path):
+    found, lines = run_bench(capsys, SMALL, mode='decode', against='vanilla', budget='14kB',
+                             contexts='24', kv_dtype='int8', dtype='bfloat16',
+                             save='budget.json')
     plan = plan_of(SMALL)
     assert (found['kv_dtype'], found['dtype']) == ('int8', 'bfloat16')
-    assert found['models']['vanilla']['block_size'] == SHAPE['block_size']
-    for cell in found['cells']:
-        T = cell['context']
-        assert (cell['held'], cell['max_seq_len']) == (T - 3, T)  # full after the last timed token
-        for name, one in (('ours', plan.nbytes(1, T, 'int8')),
-                          ('vanilla', plan.vanilla().nbytes(1, T, 'int8'))):
-            fit, side = 50_000 // one, cell['sides'][name]
-            assert cell['capacity'][name] == {'sequences': fit, 'kv_bytes': fit * one,
-                                              'kv_bytes_of_one_more': (fit + 1) * one}
-            assert (side['batch'], side['kv_bytes']) == (fit, fit * one)
-    assert any('sequences within 50,000 bytes' in line for line in lines)
+    cell, = found['cells']
+    assert (cell['held'], cell['max_seq_len']) == (21, 24)  # full after the last timed token
+    for name, p in (('ours', plan), ('vanilla', plan.vanilla())):
+        fit = 14_000 // p.nbytes(1, 24, 'int8')
+        assert cell['capacity'][name]['sequences'] == cell['sides'][name]['batch'] == fit > 1
+    assert any('sequences within 14,000 bytes' in line for line in lines)
+
+    assert table.read(tmp_path / 'budget.json') == found
+    table.main(['budget.json'])
+    page = capsys.readouterr().out
+    assert page.startswith('# ') and f'## budget\n\n`{found["command"]}`' in page
+    bench.main(shlex.split(found['command'])[2:] + ['--json=True'])
+    again = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (again['command'], again['models']) == (found['command'], found['models'])
 
 
-def test_prefill(capsys):
+def test_prefill_and_lengths(capsys, tmp_path):
     found, lines = run_bench(capsys, SMALL, mode='prefill', against='vanilla', batch_sizes='2',
                              prefill_chunk=5)
     cell, = found['cells']
-    ours, vanilla = cell['sides']['ours'], cell['sides']['vanilla']
-    times = ours['ttft_ms']['each']
-    assert ours['kv_bytes'] == plan_of(SMALL).nbytes(2, 12, 'float32')
+    assert cell['sides']['ours']['kv_bytes'] == plan_of(SMALL).nbytes(2, 12, 'float32')
     assert found['prefill_chunk'] == 5 and not any('in one piece' in line for line in lines)
-    assert cell['ratios']['ttft']['vanilla']['each'] == ratios(vanilla['ttft_ms']['each'], times)
+
+    found, _ = run_bench(capsys, SMALL, mode='lengths', against='vanilla', contexts='8,40',
+                         batch_sizes='3', recompute='block', save=tmp_path / 'lengths.json')
+    assert found['recompute'] == 'block' and found['models']['vanilla']['block_size'] == 40
+    for cell in found['cells']:
+        for side in (cell['sides']['ours'], cell['sides']['vanilla']):
+            tokens = side['batch'] * cell['context']
+            assert side['tokens_per_second']['each'] == ratios([1000 * tokens] * 5,
+                                                               side['step_ms']['each'])
+    page = table.page({'lengths': table.read(tmp_path / 'lengths.json')})
+    assert '## lengths' in page and page.count('| vanilla |') == 2
 
 
 def test_against_transformers(capsys):
@@ -224,18 +236,6 @@ def test_against_nanogpt(capsys, tmp_path):
         bench.main(flags(nano | dict(mode='train', qk_norm=True)))
 
 
-def test_saved_files_become_the_page(capsys, tmp_path):
-    document, _ = run_bench(capsys, SMALL, save='budget.json', mode='decode', budget='50kB')
-    assert table.read(tmp_path / 'budget.json') == document
-    table.main(['budget.json'])
-    page = capsys.readouterr().out
-    assert page.startswith('# ') and 'W=4' in page
-    assert f'## budget\n\n`{document["command"]}`' in page
-    bench.main(shlex.split(document['command'])[2:] + ['--json=True'])  # the command reproduces it
-    again = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (again['command'], again['models']) == (document['command'], document['models'])
-
-
 def test_policies_side_by_side(capsys, monkeypatch):
     monkeypatch.setitem(loss.CHUNK_BYTES, 'cpu', 4 * 40 * 5)  # 5 tokens of the tiny alphabet
     found, _ = run_bench(capsys, SMALL, mode='recompute', contexts=24, batch_sizes=2,
@@ -251,22 +251,6 @@ def test_policies_side_by_side(capsys, monkeypatch):
         assert side['gradient_difference'] < 1e-6 and len(side['step_ms']['each']) == 5
     peaks = [sides[name]['memory']['loss_peak'] for name in ('none', 'whole logits')]
     assert 0 < cell['loss_saved'] == pytest.approx(1 - peaks[0] / peaks[1])
-
-
-def test_lengths_against_vanilla(capsys, tmp_path):
-    found, lines = run_bench(capsys, SMALL, mode='lengths', against='vanilla', contexts='8,40',
-                             batch_sizes='3', recompute='block', save=tmp_path / 'lengths.json')
-    assert found['recompute'] == 'block' and found['models']['vanilla']['block_size'] == 40
-    for cell in found['cells']:
-        ours, vanilla = cell['sides']['ours'], cell['sides']['vanilla']
-        for side in (ours, vanilla):
-            tokens = side['batch'] * cell['context']
-            each = side['tokens_per_second']['each']
-            assert each == ratios([1000 * tokens] * 5, side['step_ms']['each'])
-        ratio = cell['ratios']['tokens_per_second']['vanilla']['each']
-        assert ratio == ratios(vanilla['step_ms']['each'], ours['step_ms']['each'])
-    page = table.page({'lengths': table.read(tmp_path / 'lengths.json')})
-    assert '## lengths' in page and page.count('| vanilla |') == 2
 
 
 def test_conversations(capsys, tmp_path):

@@ -32,20 +32,15 @@ def killed_at(at_step, n, folder, **settings):
 
 # -- when, and how many ----------------------------------------------------------------------------
 
-def test_saves_between_evaluations_and_not_twice_with_them(tmp_path, saved):
-    run_train(tmp_path, checkpoint_interval=4, eval_interval=6)
-    assert saved == [4, 6, 8, 12, 16, 18, 20]
-
-
 def test_killed_it_loses_only_what_came_after_and_resumes_exactly(
         tmp_path, at_step, final_weights, saved):
     run_train(tmp_path / 'whole', **HARD)
     whole, parts = final_weights(), tmp_path / 'parts'
     saved.clear()
-    killed_at(at_step, 8, parts, **HARD, checkpoint_interval=3)
-    assert kept(parts) == {'ckpt.pt': 6}
-    run_train(parts, **HARD, checkpoint_interval=3, init_from='resume')
-    assert saved == [3, 6, 9, 10, 12, 15, 18, 20]  # and not 6 again
+    killed_at(at_step, 8, parts, **HARD, checkpoint_interval=5)
+    assert kept(parts) == {'ckpt.pt': 5}
+    run_train(parts, **HARD, checkpoint_interval=5, init_from='resume')
+    assert saved == [5, 10, 15, 20]  # not 5 again, nor those of evaluations twice
     assert losses(parts) == losses(tmp_path / 'whole')
     assert_same_weights(final_weights(), whole)
 
@@ -172,8 +167,13 @@ def test_a_checkpoint_without_a_run_id_owns_no_other(tmp_path):
 # -- damaged and missing ---------------------------------------------------------------------------
 
 @pytest.mark.parametrize('share', [0.0, 0.99])
-def test_a_cut_checkpoint_is_refused_and_whole_ones_are_named(tmp_path, share):
+def test_a_missing_or_cut_checkpoint_is_refused_and_whole_ones_are_named(tmp_path, share):
     run_train(tmp_path, **FEW, max_iters=6)
+    with pytest.raises(UserError, match=(  # newest first
+            r'no checkpoint at .*/ckpt_best.pt: .*: --resume_from=ckpt.pt \(iteration 6\) or '
+            r'--resume_from=ckpt_0000004.pt \(iteration 4\) or '
+            r'--resume_from=ckpt_0000002.pt \(iteration 2\)$')):
+        run_train(tmp_path, init_from='resume', resume_from='ckpt_best.pt')
     whole = (tmp_path / 'ckpt.pt').read_bytes()
     cut = whole[:int(len(whole) * share)]
     (tmp_path / 'ckpt.pt').write_bytes(cut)
@@ -187,12 +187,3 @@ def test_a_cut_checkpoint_is_refused_and_whole_ones_are_named(tmp_path, share):
     run_train(tmp_path, init_from='resume', resume_from='ckpt_0000004.pt', max_iters=8)
     assert load(tmp_path / 'ckpt.pt')['iter_num'] == 8
     assert (tmp_path / 'ckpt_old.pt').read_bytes() == cut
-
-
-def test_if_one_is_missing_the_others_are_named_newest_first(tmp_path):
-    run_train(tmp_path, **FEW, max_iters=6)
-    with pytest.raises(UserError, match=(
-            r'no checkpoint at .*/ckpt_best.pt: .*: --resume_from=ckpt.pt \(iteration 6\) or '
-            r'--resume_from=ckpt_0000004.pt \(iteration 4\) or '
-            r'--resume_from=ckpt_0000002.pt \(iteration 2\)$')):
-        run_train(tmp_path, init_from='resume', resume_from='ckpt_best.pt')

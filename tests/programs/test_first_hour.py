@@ -17,13 +17,6 @@ from data.text import prepare
 from tests.programs.support import ROOT, VANILLA, flags, metrics, run_train
 
 
-def test_train_alone_names_the_config_to_begin_with(tmp_path):
-    message = "'openwebtext', is not prepared .*: python train.py config/train_mqa_local.py$"
-    with pytest.raises(UserError, match=message):
-        train.main([f"--out_dir={tmp_path / 'out'}"])
-    assert not (tmp_path / 'out').exists()
-
-
 @pytest.mark.parametrize('n_characters, block_size', [(5200, 256), (40, 2)])
 def test_own_text_and_the_command_that_trains_on_it(tmp_path, monkeypatch, capsys, n_characters,
                                                     block_size):
@@ -138,3 +131,7 @@ def test_a_folder_that_was_given_is_not_replaced_by_another(runs):
 def test_train_takes_config_files_and_no_folder(runs, argument, message):
     with pytest.raises(UserError, match=message):
         configurator.parse('train', [argument])
+    begin = "'openwebtext', is not prepared .*: python train.py config/train_mqa_local.py$"
+    with pytest.raises(UserError, match=begin):
+        train.main([f"--out_dir={runs / 'none'}"])
+    assert not (runs / 'none').exists()

@@ -9,13 +9,12 @@ import pytest
 import torch
 
 import bench
-from attention.backends import triton_enabled
 from config.gpt_config import GPTConfig
 from engine.steps.captured import CapturedDecode, captured_decode
 from engine.engine import Engine
 from engine.requests.params import SamplingParams
 from engine.requests.sampler import TopPSampler
-from generate import Generation, Sampler
+from generate import Generation
 from lab.benchmarks import bandwidth, kernels
 from model import GPT
 from tests.helpers.models import FULL_STACK as MODEL
@@ -127,29 +126,6 @@ def test_one_process_under_torchrun(tmp_path, data_root):
 
 # -- sampling --------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('kv_dtype', ['auto', 'int8'])
-def test_generations_are_those_of_the_cpu(kv_dtype):
-    """In float32; the most likely token leads by far in these models."""
-    model = random_model(GPTConfig(**MODEL), torch.float32)
-    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
-
-    def greedy(model, captured=True):
-        cache = model.new_cache(3, 60, kv_dtype)
-        decode = captured_decode(model, cache) if captured else None
-        generation = Generation(model, prompts, 50, Sampler(temperature=0), cache, decode=decode)
-        return torch.cat(list(generation), dim=1).cpu(), generation
-    expected, _ = greedy(model)
-    model.cuda()
-    captured, generation = greedy(model)
-    assert generation.decode and generation.decode._steps
-    plain, _ = greedy(model, captured=False)
-    with triton_enabled(False):
-        torch_alone, generation = greedy(model)
-        assert generation.decode is None
-    same = [(found == expected).float().mean().item() for found in (captured, plain, torch_alone)]
-    assert min(same) > 0.9  # rounding may break a tie differently, after which the text differs
-
-
 def test_a_generation_never_waits_for_the_device():
     model = GPT(GPTConfig(**MODEL)).cuda().bfloat16().eval()
     cache = model.new_cache(1, 70)
@@ -178,7 +154,8 @@ def test_the_engine_gives_the_texts_of_the_cpu(kv_dtype, asynchronous, temperatu
                         asynchronous=asynchronous)
         texts.append([completion.tokens for completion in engine.generate(prompts, params)])
         assert isinstance(engine.fast_decode, CapturedDecode) == (device == 'cuda')
-    assert sum(a == b for a, b in zip(*texts)) >= 7  # see above
+    # rounding may break a tie differently, after which the text differs
+    assert sum(a == b for a, b in zip(*texts)) >= 7
 
 
 # -- benchmarks ------------------------------------------------------------------------------------

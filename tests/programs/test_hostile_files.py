@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import pickle
 import struct
-import subprocess
 import sys
 import time
 import zipfile
@@ -17,8 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+import sample
+import train
 from config.errors import UserError
 from config.gpt_config import GPTConfig, model_args
+from configurator import run_program
 from data.tokenfiles import read_meta
 from data.tokenizer import CharTokenizer
 from engine.text.dialogue import Dialogue, Template
@@ -28,7 +30,7 @@ from interop.load import tokenizer_of
 from interop.tokenizer_files import tokenizer_in
 from kv.models.config import read_config
 from model import GPT
-from tests.programs.support import ROOT, in_terminal, meta_of
+from tests.programs.support import flags, meta_of
 from training.checkpoint import tokens_id
 from training.checkpoint_manager import load_to_resume, peek
 from training.load_model import model_of
@@ -291,26 +293,30 @@ def test_prefix_files_that_are_none_count_as_missing(tmp_path):
 
 # -- through the programs --------------------------------------------------------------------------
 
-def test_escapes_of_a_vocabulary_reach_files_but_no_terminal(tmp_path):
-    """The model always writes the same escape sequence, which would change the title."""
+@pytest.mark.parametrize('terminal', [True, False])
+def test_escapes_of_a_vocabulary_reach_files_but_no_terminal(tmp_path, monkeypatch, capsys,
+                                                             terminal):
+    """The model draws escape sequences, which would change the title."""
     meta = meta_of('a\x1b]0;\x07\x9b\u202e')
     write(tmp_path, 'ckpt.pt', {**CHECKPOINT, 'meta': meta, 'tokens': tokens_id(meta)})
-    args = ('sample.py', tmp_path, '--device=cpu', '--start=a', '--max_new_tokens=60',
-            '--temperature=9.0', '--num_samples=2', '--report=False')
-    status, text = in_terminal(*args)
-    assert status == 0 and not set('\x1b\x07\x9b\u202e') & set(text.replace('\x1b[', ''))
-    assert '\\x1b' in text and '\\x9b' in text and '\\u202e' in text
-    done = subprocess.run([sys.executable, *map(str, args)], cwd=ROOT, capture_output=True)
-    assert {'\x1b', '\x9b', '\u202e'} <= set(done.stdout.decode())
+    monkeypatch.setattr(sys.stdout, 'isatty', lambda: terminal)
+    sample.main([str(tmp_path), *flags(dict(device='cpu', start='a', max_new_tokens=60,
+                                            temperature=9.0, num_samples=2, report=False))])
+    out = capsys.readouterr().out
+    assert {'\x1b', '\x9b', '\u202e'} & set(out) == (set() if terminal else {'\x1b', '\x9b',
+                                                                           '\u202e'})
+    assert terminal == all(escaped in out for escaped in ('\\x1b', '\\x9b', '\\u202e'))
 
 
-@pytest.mark.parametrize('program', ['sample.py', 'train.py'])
-def test_programs_refuse_in_one_line_without_escapes(tmp_path, program):
+@pytest.mark.parametrize('program, more', [
+    (sample, []), (train, ['--init_from=resume', '--dataset=recall'])], ids=['sample', 'train'])
+def test_programs_refuse_in_one_line_without_escapes(tmp_path, monkeypatch, capsys, program, more):
     folder = tmp_path / 'a\x1b]0;title\x07'
     folder.mkdir()
     write(folder, 'ckpt.pt', replaced(CHECKPOINT, ('model_args', 'n_layer'), 100_000))
-    how = ['--init_from=resume', '--dataset=recall'] if program == 'train.py' else []
-    status, shown = in_terminal(program, f'--out_dir={folder}', '--device=cpu', *how)
-    *_, line = shown.splitlines()
-    assert status == 2 and line.startswith('error: ') and 'n_layer' in line
-    assert '\x1b' not in line and '\x07' not in line and 'Traceback' not in shown
+    monkeypatch.setattr(sys.stderr, 'isatty', lambda: True)
+    with pytest.raises(SystemExit) as caught:
+        run_program(lambda: program.main([f'--out_dir={folder}', '--device=cpu', *more]))
+    err = capsys.readouterr().err
+    assert caught.value.code == 2 and not {'\x1b', '\x07'} & set(err)
+    assert err.startswith('error: ') and err.count('\n') == 1 and 'n_layer' in err

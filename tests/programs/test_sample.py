@@ -17,7 +17,6 @@ from kv.plan import plan_kv
 from model import GPT
 from tests.programs.support import (
     ALPHABET,
-    BOTH,
     LAUNCH,
     VANILLA,
     flags,
@@ -55,12 +54,15 @@ def figures(capsys, folder, **settings):
     return json.loads(run_sample(capsys, out_dir=folder, json=True, **settings).splitlines()[-1])
 
 
-def test_the_prompt_may_come_from_a_file(capsys, trained, tmp_path):
-    path = tmp_path / 'prompt.txt'
-    path.write_text('abc\ndef')
-    from_file, given = (texts(capsys, trained['full'], start=start)
-                        for start in (f'FILE:{path}', 'abc\ndef'))
-    assert from_file == given
+def test_one_greedy_sample_of_a_prompt_in_a_file_is_drawn_and_reported(capsys, trained, tmp_path):
+    (tmp_path / 'prompt.txt').write_text('abc\ndef')
+    settings = dict(device='cpu', max_new_tokens=12, temperature=0)
+    sample.main(flags(dict(settings, out_dir=trained['full'],
+                           start=f'FILE:{tmp_path}/prompt.txt')))
+    out = capsys.readouterr().out
+    given, = texts(capsys, trained['full'], start='abc\ndef', **settings)
+    assert out.count(RULE) == 1 and f'\n{given}\n{RULE}\n' in out
+    assert 'KV cache, as allocated for 1 x 19 tokens' in out and 'TTFT' in out and 'vanilla' in out
 
 
 @KINDS
@@ -74,22 +76,6 @@ def test_a_sample_depends_on_seed_and_number_alone(capsys, trained, kind, settin
     if settings['temperature']:
         other = texts(capsys, trained[kind], num_samples=4, seed=1, **settings)
         assert len(set(one)) == 4 and all(a != b for a, b in zip(one, other))
-
-
-def test_top_p_and_top_k_leave_only_the_likeliest(capsys, trained):
-    greedy = texts(capsys, trained['full'], temperature=0)
-    assert texts(capsys, trained['full'], temperature=0, num_samples=3) == greedy * 3
-    for restriction in (dict(top_p=1e-9), dict(top_k=1)):
-        assert texts(capsys, trained['full'], temperature=1.3, **restriction) == greedy
-    assert texts(capsys, trained['full'], temperature=1.3) != greedy
-
-
-def test_one_greedy_sample_is_drawn_and_reported(capsys, trained):
-    sample.main(flags(dict(out_dir=trained['full'], device='cpu', start='ab', max_new_tokens=12,
-                           temperature=0)))
-    out = capsys.readouterr().out
-    assert out.count(RULE) == 1
-    assert 'KV cache, as allocated for 1 x 14 tokens' in out and 'TTFT' in out and 'vanilla' in out
 
 
 @KINDS
@@ -193,32 +179,23 @@ def test_a_run_is_sampled_without_its_data_set_and_without_dropout(
 
 # -- stop texts (details: engine/test_stopping.py) -------------------------------------------------
 
-def cut(text, *stops, n_prompt=2):
-    """`text` up to the first stop text after the prompt (none of these overlap)."""
-    ends = [i for i in (text.find(stop, n_prompt) for stop in stops) if i >= 0]
-    return text[:min(ends, default=len(text))]
-
-
 @KINDS
 @pytest.mark.parametrize('parallel', [1, 3])
-@pytest.mark.parametrize('stop, stops', [
-    ("['de', ' a', 'j\\n']", ['de', ' a', 'j\n']), ('d', ['d'])])
 def test_samples_end_before_a_stop_text_and_a_batch_with_its_longest_sample(
-        capsys, trained, monkeypatch, kind, parallel, stop, stops):
+        capsys, trained, monkeypatch, kind, parallel):
     steps, plain = [], sample.Generation.__next__
     monkeypatch.setattr(sample.Generation, '__next__', lambda g: steps.append(1) or plain(g))
     settings = dict(num_samples=3, parallel=parallel, **LONG)
     whole = texts(capsys, trained[kind], **settings)
-    expected = [cut(text, *stops) for text in whole]
+    # none of them comes without a 'd' or a newline after the prompt
+    expected = [re.split('[d\n]', text[2:])[0] for text in whole]
     steps.clear()
-    out = run_sample(capsys, out_dir=trained[kind], stop=stop, json=True, **settings)
-    assert [text for text in expected if f'{text}\n{RULE}\n' not in out] == []
-    assert expected != whole
-    if stop == 'd':
-        used = [min(len(text) - 2 + 1, 60) for text in expected]  # the stop text's token included
-        assert json.loads(out.splitlines()[-1])['tokens'] == sum(used)
-        if max(used) < 60:  # the calls that end the samples are counted, too
-            assert len(steps) == (max(used) + 1 if parallel == 3 else sum(used) + 3)
+    out = run_sample(capsys, out_dir=trained[kind], stop="['d', '\\n']", json=True, **settings)
+    assert [text for text in expected if f'fg{text}\n{RULE}\n' not in out] == []
+    used = [len(text) + 1 for text in expected]  # the stop text's token included
+    assert json.loads(out.splitlines()[-1])['tokens'] == sum(used) < 180
+    # the calls that end the samples are counted, too
+    assert len(steps) == (max(used) + 1 if parallel == 3 else sum(used) + 3)
 
 
 def test_text_is_printed_as_it_is_made_and_ctrl_c_prints_what_was_held_back(
@@ -245,16 +222,15 @@ def watched(data_root, *args, before=''):
                        '--native=False')
 
 
-@BOTH
-def test_in_a_terminal_lanes_are_drawn_and_each_text_is_printed(capsys, data_root, config):
-    """40 tokens are more than vanilla's block_size: the rest is recomputed."""
-    shape = {name: value for name, value in config.items() if hasattr(GPTConfig, name)}
+def test_in_a_terminal_lanes_are_drawn_and_each_text_is_printed(capsys, data_root):
+    """40 tokens are more than block_size: the rest is recomputed."""
+    shape = {name: value for name, value in VANILLA.items() if hasattr(GPTConfig, name)}
     settings = dict(shape, init_from='random', dataset='tiny', start='ab', max_new_tokens=40,
                     num_samples=2, device='cpu')
     plain = samples_in(run_sample(capsys, **settings, native=False, report=False))
     status, out = watched(data_root, *flags(settings), '--parallel=2')
     visible = ESCAPE.sub('', out)
-    totals = 'tokens/s' + r';\s+past\s+block_size:\s+recomputed' * (config is VANILLA)
+    totals = r'tokens/s;\s+past\s+block_size:\s+recomputed'
     assert status == 0 and len(plain) == 2
     for text in plain:
         assert re.search(totals + re.escape(f'\n{text}\n{RULE}\n'), visible)

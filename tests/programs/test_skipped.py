@@ -67,11 +67,15 @@ def assert_unharmed(before, after):
 @pytest.mark.parametrize('act, value, dtype', [
     (bad_gradient, math.nan, 'float32'), (bad_gradient, math.inf, 'float16'),
     (bad_gradient, 1e30, 'float32'),  # its norm overflows
+    (bad_gradient, math.inf, 'not clipped'),
     (bad_loss, math.nan, 'float16'), (bad_loss, -math.inf, 'float32')])
 def test_a_bad_iteration_is_skipped_and_the_run_goes_on(
-        tmp_path, capsys, poisoned, act, value, dtype):
-    seen = poisoned({4: lambda run: act(run, value)})
-    rows = run_train(tmp_path, max_iters=10, dtype=dtype, gradient_accumulation_steps=2).rows
+        tmp_path, capsys, monkeypatch, poisoned, act, value, dtype):
+    seen, more = poisoned({4: lambda run: act(run, value)}), dict(dtype=dtype)
+    if dtype == 'not clipped':
+        plain, more = torch.optim.AdamW, dict(grad_clip=0.0)
+        monkeypatch.setattr(torch.optim, 'AdamW', lambda *args, fused, **kw: plain(*args, **kw))
+    rows = run_train(tmp_path, max_iters=10, gradient_accumulation_steps=2, **more).rows
     assert_unharmed(*seen[4])
     assert [row['skipped'] for row in rows] == [0] * 4 + [1] * 7
     assert rows[4]['grad_norm'] is None and (rows[4]['loss'] is None) == (act is bad_loss)
@@ -82,15 +86,6 @@ def test_a_bad_iteration_is_skipped_and_the_run_goes_on(
     lines = re.findall('^skipped.*|^iter [45]', capsys.readouterr().out, re.M)
     assert lines == [
         'iter 4', f'skipped iteration 4: loss or gradients were not finite{scale}', 'iter 5']
-
-
-def test_with_clipping_off_and_without_a_fused_optimizer(tmp_path, poisoned, monkeypatch):
-    plain = torch.optim.AdamW
-    monkeypatch.setattr(torch.optim, 'AdamW', lambda *args, fused, **kw: plain(*args, **kw))
-    seen = poisoned({4: lambda run: bad_gradient(run, math.inf)})
-    rows = run_train(tmp_path, max_iters=6, grad_clip=0.0).rows
-    assert_unharmed(*seen[4])
-    assert [row['skipped'] for row in rows] == [0] * 4 + [1] * 3
 
 
 def test_without_skipped_iterations_the_guard_changes_no_bit(tmp_path, monkeypatch):
@@ -109,6 +104,7 @@ def test_without_skipped_iterations_the_guard_changes_no_bit(tmp_path, monkeypat
 
 @pytest.mark.parametrize('stopped', [False, True], ids=['to its end', 'stopped'])
 def test_thin_logs_and_the_end_of_a_run_report_all_skipped(tmp_path, capsys, poisoned, stopped):
+    """A resumed run counts on."""
     poisoned({it: lambda run: bad_gradient(run, math.nan) for it in (1, 2, 6, 9, 10)})
     if stopped:
         poisoned({11: interrupt})
@@ -119,6 +115,11 @@ def test_thin_logs_and_the_end_of_a_run_report_all_skipped(tmp_path, capsys, poi
     lines = [f'skipped {each}: loss or gradients were not finite' for each in which]
     assert re.findall('^skipped.*|^SIGINT: saved', capsys.readouterr().out, re.M) \
         == lines[:2 + stopped] + ['SIGINT: saved'] * stopped + lines[2 + stopped:]
+    if stopped:
+        assert load(tmp_path / 'ckpt.pt')['skipped'] == 5
+        poisoned({14: lambda run: bad_gradient(run, math.nan)})
+        rows = run_train(tmp_path, init_from='resume', log_interval=4, eval_interval=100).rows
+        assert [(row['iter'], row['skipped']) for row in rows[3:]] == [(12, 5), (16, 6), (20, 6)]
 
 
 @pytest.mark.parametrize('act, settings, steps, words', [
@@ -148,14 +149,3 @@ def test_halvings_of_the_loss_scale_do_not_end_a_run_but_overflows_at_1_do(tmp_p
     rows = metrics(tmp_path)
     assert [row['loss_scale'] for row in rows] == [2.0 ** (15 - it) for it in range(18)]
     assert [row['skipped'] for row in rows] == list(range(1, 19))
-
-
-def test_counts_go_on_where_a_run_was_stopped(tmp_path, poisoned):
-    poisoned({it: lambda run: bad_gradient(run, math.nan) for it in (3, 12)})
-    poisoned({7: interrupt})
-    run_train(tmp_path, log_interval=6)
-    assert load(tmp_path / 'ckpt.pt')['skipped'] == 1
-    poisoned({7: lambda run: bad_gradient(run, 0.0)})
-    rows = run_train(tmp_path, init_from='resume', log_interval=6).rows
-    assert [(row['iter'], row['skipped']) for row in rows] == [
-        (0, 0), (6, 1), (10, 1), (12, 2), (18, 2), (20, 2)]

@@ -101,13 +101,10 @@ def test_evaluation_and_checkpoints_know_nothing_of_it():
     assert model.state_dict().keys() == plain.state_dict().keys()
 
 
-@pytest.mark.parametrize('dtype, device', [(torch.float16, 'cpu'), (torch.float32, 'mps')])
-def test_where_it_cannot_serve(dtype, device):
-    with pytest.raises(UserError, match='int8_training'):
-        int8_training.check(dtype, torch.device(device))
-
-
-def test_without_torchao_it_says_what_to_install(monkeypatch):
+def test_where_it_cannot_serve_and_what_to_install(monkeypatch):
+    for dtype, device in ((torch.float16, 'cpu'), (torch.float32, 'mps')):
+        with pytest.raises(UserError, match='int8_training'):
+            int8_training.check(dtype, torch.device(device))
     monkeypatch.setitem(sys.modules, 'torchao.prototype.quantized_training', None)
     int8_training.int8_linear.cache_clear()
     with pytest.raises(UserError, match=r'int8_training=True needs the torchao.*\[int8\]'):
@@ -162,19 +159,6 @@ def test_every_matrix_of_blocks_rounds_and_nothing_else_changes():
     assert len(linears) == 4 * 7 and {type(m) for m in linears} == {RoundedLinear}
     assert type(model.lm_head) is Linear
     GPT(GPTConfig(**STACK)).load_state_dict(model.state_dict())  # a checkpoint has no more tensors
-
-
-def test_inputs_are_clamped_before_they_are_rounded():
-    """An outlier would otherwise set the scale of its token."""
-    limit = 0.5
-    model = rounding(dict(STACK, act_clamp=limit))
-    layer = model.transformer.h[0].mlp.c_fc
-    x = torch.randn(3, 24)
-    x[:, 0] = 1000
-    with torch.no_grad():
-        assert torch.equal(layer(x), layer(x.clamp(-limit, limit)))
-        gap = (layer(x) - F.linear(x.clamp(-limit, limit), layer.weight, layer.bias)).abs().max()
-    assert gap < 0.02
 
 
 @pytest.mark.slow

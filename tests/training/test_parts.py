@@ -116,15 +116,11 @@ def test_a_stop_request_names_its_signal_and_a_second_interrupts():
 
 @pytest.mark.parametrize('name', ['cpux', '', 'meta', 'xpu', 'cuda:99'])
 def test_unusable_devices_are_named_with_the_usable(name):
+    assert (pick_dtype('auto', CPU), pick_dtype('bfloat16', CPU)) == (F32, torch.bfloat16)
     with pytest.raises(UserError) as caught:
         pick_device(name)
     assert f"device={name!r} cannot be used here; usable are 'auto', " in str(caught.value)
     assert '\n' not in str(caught.value)
-
-
-def test_auto_dtype_is_float32_off_cuda():
-    assert pick_dtype('auto', CPU) == torch.float32
-    assert pick_dtype('bfloat16', CPU) == torch.bfloat16
 
 
 @pytest.mark.parametrize('cpu, device, dtype, overridden, noted', [

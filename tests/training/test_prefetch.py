@@ -133,11 +133,3 @@ def test_wide_ids(tmp_path):
     with pytest.raises(UserError,
                        match=r"train_00002\.bin' has 6 bytes; allowed is a pos.* multiple of 4"):
         batches_of(tmp_path)
-
-
-@pytest.mark.parametrize('meta, named', [
-    ({'vocab_size': 70_000}, '65536'), ({'vocab_size': 10, 'dtype': 'int8'}, "'int8'"),
-    ({'vocab_size': 2 ** 33, 'dtype': 'uint32'}, 'uint32 ids')])
-def test_meta_says_what_ids_are(tmp_path, meta, named):
-    with pytest.raises(UserError, match=named):
-        TokenWriter(tmp_path, meta)

@@ -4,6 +4,7 @@
 """
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -49,28 +50,22 @@ def kill(data: Path, out: Path, when: str, iterations: int, rng: random.Random) 
     stale = set(out.glob('.ckpt.pt.*.tmp'))  # of a process that was killed
     reached = resumes_from(out)
     with start(data, out) as process:
-        try:
-            if when == 'starting':
-                time.sleep(rng.uniform(0, STARTING))
-            else:
-                logged = (line for line in process.stdout if line.startswith('iter '))
-                reached += len(list(islice(logged, iterations)))
-                time.sleep(rng.uniform(0, 0.05))
-            while when == 'writing' and process.poll() is None:
-                if set(out.glob('.ckpt.pt.*.tmp')) - stale:
-                    break
-                time.sleep(0.0005)
-        finally:
-            process.kill()
+        if when == 'starting':
+            time.sleep(rng.uniform(0, STARTING))
+        else:
+            logged = (line for line in process.stdout if line.startswith('iter '))
+            reached += len(list(islice(logged, iterations)))
+            time.sleep(rng.uniform(0, 0.05))
+        while when == 'writing' and process.poll() is None:
+            if set(out.glob('.ckpt.pt.*.tmp')) - stale:
+                break
+            time.sleep(0.0005)
+        process.kill()
         rest = process.stdout.read()
     assert process.returncode == -signal.SIGKILL, rest
-    reached += rest.count('\niter ') + rest.startswith('iter ')
-
-    inside = not set(out.glob('.ckpt.pt.*.tmp')) <= stale
-    print(f"killed {'inside checkpoint writing' if inside else f'while {when}'} after {reached} "
-          f'iterations, of which {resumes_from(out)} are kept')
+    reached += len(re.findall('^iter ', rest, re.M))
     assert reached - resumes_from(out) <= EVERY
-    return inside
+    return not set(out.glob('.ckpt.pt.*.tmp')) <= stale
 
 
 def outcome(out: Path):

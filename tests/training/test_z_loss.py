@@ -88,35 +88,23 @@ def test_compiled(shape):
     check(shape, 'none', 2, functools.partial(torch.compile, backend='aot_eager', fullgraph=True))
 
 
-def test_the_penalty_matters_to_these_gradients_also_in_a_copy():
-    """Or the tests above would pass without it."""
+def test_the_penalty_matters_in_training_also_in_a_copy_and_evaluation_is_unaffected():
     model = random_model(GPTConfig(**GQA)).train()
     (x, y), = micro_batches(1)
     model(x, y)[1].backward()
-    plain = grads(model)
+    plain, logits = grads(model), model.eval()(x, all_logits=True)[0]
     scale = add_z_loss(model, COEFFICIENT)
     for each in (model, copy.deepcopy(model)):
-        each(x, y)[1].backward()
+        each.train()(x, y)[1].backward()
         found = grads(each)
-        for name in ('attn.c_attn.weight', 'attn.sink'):
-            for layer in range(3):
+        for layer in range(3):
+            for name in ('attn.c_attn.weight', 'attn.sink'):
                 key = f'transformer.h.{layer}.{name}'
                 assert (plain[key] - found[key]).abs().max() > 1e-4
                 assert torch.allclose(found[key], reference('GQA', 1)[2][key], atol=1e-10)
+        each.eval()(x, y)[1].backward()
+        assert all(torch.equal(grad, plain[name]) for name, grad in grads(each).items())
+        with torch.no_grad():
+            cached = each(x, cache=each.new_cache(2, 20), all_logits=True)[0]
+        assert torch.allclose(cached, logits, atol=1e-12)
     assert scale == 1 and model.state_dict().keys() == GPT(model.config).state_dict().keys()
-
-
-def test_evaluation_is_unaffected():
-    model = random_model(GPTConfig(**GQA))
-    (x, y), = micro_batches(1)
-    logits, loss = model(x, y)
-    loss.backward()
-    before = grads(model)
-    add_z_loss(model, COEFFICIENT)
-    again, loss = model(x, y)
-    loss.backward()
-    assert torch.equal(again, logits)
-    assert all(torch.equal(grad, before[name]) for name, grad in grads(model).items())
-    cache = model.new_cache(2, 20)
-    with torch.no_grad():
-        assert torch.allclose(model(x, cache=cache, all_logits=True)[0], logits, atol=1e-12)

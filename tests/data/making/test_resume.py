@@ -1,7 +1,6 @@
 """Streamed datasets that are interrupted, killed, resumed, or resumed with other settings."""
 
 import json
-import os
 import shutil
 
 import numpy as np
@@ -99,28 +98,6 @@ def test_max_tokens_may_change_between_resumes(run, whole, capsys, first, second
     interrupt(run, *first, n=80)
     interrupt(run, *first, n=90)
     assert run(*second) == expected and 'going on after' in capsys.readouterr().err
-
-
-def test_killed_while_it_is_published(run, whole, tmp_path, capsys):
-    """The same command finishes without reading documents."""
-    options = ['--shard_tokens=2000', '--max_tokens=5_000']
-    expected, real = whole(*options), os.replace
-
-    class Kill(BaseException):
-        pass
-
-    def killed(old, new):
-        if new.name == 'val.bin':
-            raise Kill
-        return real(old, new)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Kill):
-        patch.setattr(os, 'replace', killed)
-        run(*options)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream, 'write', None)
-        assert run(*options) == expected
-    assert 'finished what was interrupted' in capsys.readouterr().err
 
 
 def edit(new, **changes):

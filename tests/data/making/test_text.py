@@ -88,11 +88,20 @@ def test_whole_files_are_held_out_and_parted(run, files, tmp_path, capsys):
     assert all(word in err for word in ('zero bytes', 'not UTF-8', 'it is empty'))
 
 
-def test_end_of_text_follows_each_file_in_bpe(run, files, tiny):
-    train, val = run('--input', files, '--glob=*.txt', '--val=0.125', '--tokenizer=gpt2',
-                     tokenizer=list)
-    assert train.count(260) == 35 and val.count(260) == 5 and train[-1] == val[-1] == 260
-    assert tiny.decode(train[:train.index(260)]) == 'text 0 ' + 'x' * 100
+def test_tokens_are_learned_from_the_training_split_and_end_of_text_follows_each_file(run, root,
+                                                                                     tmp_path):
+    words = {'a.txt': 'one two three ' * 50, 'b.txt': 'four five six ' * 50,
+             'c.txt': 'zebra ' * 20}
+    for name, text in words.items():
+        (tmp_path / name).write_text(text)
+    paths = [tmp_path / name for name in words]
+    train, val = run('--input', *paths, '--tokenizer=bpe:300', tokenizer=list)
+    meta = read_meta(root / 'text')
+    decode = load_tokenizer(meta).decode
+    assert decode(val) == words['c.txt'] + END_OF_TEXT
+    assert decode(train) == words['a.txt'] + END_OF_TEXT + words['b.txt'] + END_OF_TEXT
+    assert ' three' in meta['stoi'] and not any('ze' in token for token in meta['stoi'])
+    assert max(train) == meta['vocab_size'] - 1
 
 
 @pytest.mark.parametrize('sizes, train, val', [
@@ -151,9 +160,18 @@ def test_a_dataset_of_other_origin_is_only_replaced_when_asked_to(run, root, tmp
     assert not (root / 'mine' / 'source.json').exists(), 'another program made it now'
 
 
-def test_hidden_files_are_left_out_and_links_are_no_second_copies(tmp_path, monkeypatch):
-    folder = tmp_path / 'files'
+def test_hidden_files_and_second_links_are_left_out_and_unreadable_folders_counted(
+        tmp_path, monkeypatch, capsys):
+    folder, real = tmp_path / 'files', os.scandir
     (folder / '.git').mkdir(parents=True)
+    (folder / 'locked').mkdir()
+
+    def scandir(path):
+        if str(path).endswith('locked'):
+            raise PermissionError(13, 'Permission denied', str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, 'scandir', scandir)
     for name in ('a.txt', '.b.txt', '.git/c.txt'):
         (folder / name).write_text(name)
     (folder / 'z.txt').symlink_to(folder / 'a.txt')
@@ -162,40 +180,10 @@ def test_hidden_files_are_left_out_and_links_are_no_second_copies(tmp_path, monk
     for inputs in ([folder], [folder, tmp_path / 'link'], [folder, folder / 'z.txt'],
                    [folder, Path('files/a.txt')]):
         assert [path.name for path in find_files(inputs, '*')] == ['a.txt']
+        err = capsys.readouterr().err
+        assert err.startswith('skipped 1 folders') and 'locked' in err
+        assert 'Permission denied' in err and err.count('\n') == err.count('skipped')
     assert [path.name for path in find_files([folder / '.b.txt'], '*')] == ['.b.txt']
-
-
-def test_folders_that_cannot_be_read_are_counted(tmp_path, monkeypatch, capsys):
-    (tmp_path / 'f' / 'locked').mkdir(parents=True)
-    (tmp_path / 'f' / 'a.txt').write_text('a')
-    real = os.scandir
-
-    def scandir(path):
-        if str(path).endswith('locked'):
-            raise PermissionError(13, 'Permission denied', str(path))
-        return real(path)
-
-    monkeypatch.setattr(os, 'scandir', scandir)
-    assert [path.name for path in find_files([tmp_path / 'f'], '*')] == ['a.txt']
-    err = capsys.readouterr().err
-    assert err.startswith('skipped 1 folders') and 'locked' in err
-    assert 'Permission denied' in err and err.count('\n') == 1
-
-
-def test_tokens_are_learned_from_the_training_split(run, root, tmp_path):
-    words = {'a.txt': 'one two three ' * 50, 'b.txt': 'four five six ' * 50,
-             'c.txt': 'zebra ' * 20}
-    for name, text in words.items():
-        (tmp_path / name).write_text(text)
-    paths = [tmp_path / name for name in words]
-    train, val = run('--input', *paths, '--tokenizer=bpe:300', tokenizer=list)
-    meta = read_meta(root / 'text')
-    tokenizer = load_tokenizer(meta)
-    assert tokenizer.decode(val) == words['c.txt'] + END_OF_TEXT
-    assert tokenizer.decode(train) == ''.join(
-        words[name] + END_OF_TEXT for name in ('a.txt', 'b.txt'))
-    assert ' three' in meta['stoi'] and not any('ze' in token for token in meta['stoi'])
-    assert max(train) == meta['vocab_size'] - 1
 
 
 @pytest.mark.parametrize('argv, words', [

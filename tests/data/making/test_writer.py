@@ -4,8 +4,6 @@ import contextlib
 import itertools
 import os
 import shutil
-import threading
-import time
 
 import numpy as np
 import pytest
@@ -71,17 +69,6 @@ def test_unfit_tokens_and_bad_settings_are_refused_and_nothing_is_left(tmp_path)
     assert names(tmp_path) == []
 
 
-def test_a_waiting_writer_recreates_a_removed_folder(tmp_path):
-    waiting = threading.Thread(target=write, args=(tmp_path / 'new', [[0, 1, 2]]))
-    with pytest.raises(ValueError), TokenWriter(tmp_path / 'new'):
-        waiting.start()
-        time.sleep(0.2)
-        assert waiting.is_alive() and names(tmp_path / 'new') != ['train.bin', 'val.bin']
-        raise ValueError
-    waiting.join()
-    assert names(tmp_path / 'new') == ['train.bin', 'val.bin']
-
-
 class Moments:
     """Count the changes to the folder, and end before or after change `number`, by an error or, if
     that is None, as by a kill."""
@@ -121,33 +108,6 @@ def one_of_two(folder, before, after):
     return 'incomplete'
 
 
-def old_and_new(tmp_path, change):
-    """Return a folder with the older dataset, its files, and the new dataset's files."""
-    for folder in ('a', 'new'):
-        shutil.rmtree(tmp_path / folder, ignore_errors=True)
-    write(tmp_path / 'a', [[0, 1, 2, 0, 1]], *change[0], val=[1])
-    write(tmp_path / 'new', [[2] * 11], *change[1], val=[2])
-    return tmp_path / 'a', contents(tmp_path / 'a'), contents(tmp_path / 'new')
-
-
-def moments_of(tmp_path, change):
-    """Number of changes to the folder while the new dataset is written."""
-    with pytest.MonkeyPatch.context() as patch:
-        moments = Moments(patch, 0)
-        write(tmp_path / 'count', [[2] * 11], *change[1], val=[2])
-    return moments.count + 6  # removing an older dataset's files adds changes
-
-
-def after_the_next_preparation(folder):
-    """Return whether the new dataset is complete, and the files after a second preparation has
-    begun and failed."""
-    complete = (folder / '.new.tmp' / 'progress.json').exists()
-    with pytest.raises(ZeroDivisionError), TokenWriter(folder):
-        raise ZeroDivisionError
-    assert not (folder / '.new.tmp').exists()
-    return complete, contents(folder)
-
-
 @pytest.mark.parametrize('change, error, after', [
     (CHANGES[1], None, False),
     (CHANGES[0], KeyboardInterrupt(), False), (CHANGES[1], KeyboardInterrupt(), True),
@@ -155,10 +115,15 @@ def after_the_next_preparation(folder):
     ids=['kill', 'interrupt before', 'interrupt after', 'error'])
 def test_an_end_at_any_moment_loses_neither_dataset(tmp_path, change, error, after):
     """The next preparation finishes the new one if it was complete. Ctrl-C leaves a whole one."""
-    states = set()
-    for number in range(1, moments_of(tmp_path, change) + 1):
-        folder, old, new = old_and_new(tmp_path, change)
-        child = os.fork() if error is None else 0
+    folder, states = tmp_path / 'a', set()
+    with pytest.MonkeyPatch.context() as patch:
+        moments = Moments(patch, 0)
+        write(tmp_path / 'new', [[2] * 11], *change[1], val=[2])
+    new = contents(tmp_path / 'new')
+    for number in range(1, moments.count + 7):  # removing an older dataset's files adds changes
+        shutil.rmtree(folder, ignore_errors=True)
+        write(folder, [[0, 1, 2, 0, 1]], *change[0], val=[1])
+        old, child = contents(folder), os.fork() if error is None else 0
         if child:
             os.waitpid(child, 0)
         else:
@@ -171,8 +136,11 @@ def test_an_end_at_any_moment_loses_neither_dataset(tmp_path, change, error, aft
         state = one_of_two(folder, old, new)
         if isinstance(error, KeyboardInterrupt):
             assert state != 'incomplete' and '.new.tmp' not in names(folder), number
-        complete, files = after_the_next_preparation(folder)
-        assert files == (new if complete or state == 'new' else old), number
+        complete = (folder / '.new.tmp' / 'progress.json').exists()
+        with pytest.raises(ZeroDivisionError), TokenWriter(folder):
+            raise ZeroDivisionError
+        # a preparation that failed has finished the new one if it was complete
+        assert contents(folder) == (new if complete or state == 'new' else old), number
         states.add(state)
     assert {'old', 'new'} <= states and (error or 'incomplete' in states)
 
