@@ -230,15 +230,6 @@ def test_requests_that_are_refused(serve, held):
     assert_free(server.worker)
 
 
-def test_keys_and_hosts(serve):
-    client, open_client = serve(keys=('sesame',)).client, serve().client
-    for method, path in (('GET', PLAN), ('POST', WATCHED), ('POST', WATCHED_CHAT)):
-        assert_refused(client.request(method, path), 401, 'a key is needed')
-        other = open_client.request(method, path, headers={'host': 'evil.example'})
-        assert_refused(other, 403, 'Host')
-    assert client.get(PLAN, headers={'authorization': 'Bearer sesame'}).status_code == 200
-
-
 def test_a_failed_step_and_an_error_within_a_stream(serve, unlimited, monkeypatch):
     server, steps, plain = serve(prefix_budget=10 ** 6), [], Engine._forward
 

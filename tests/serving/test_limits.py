@@ -144,7 +144,9 @@ def test_keys(serve):
                    'Basic sesame', 'Bearer s\xe9same'):
         headers = {} if header is None else {'authorization': header.encode('latin-1')}
         for method, path in (('POST', COMPLETIONS), ('POST', CHAT), ('GET', '/v1/models'),
-                             ('GET', '/metrics'), ('GET', '/none')):
+                             ('POST', '/nanokv/completions'), ('GET', '/nanokv/plan'),
+                             ('POST', '/nanokv/chat/completions'), ('GET', '/metrics'),
+                             ('GET', '/none')):
             response = client.request(method, path, headers=headers)
             wrong = header and header.startswith('Bearer s')
             message = 'the key is not valid' if wrong else 'a key is needed'
