@@ -23,7 +23,7 @@ def ask(engine, wanted):
 # -- results ---------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('kind', [*KINDS, *MECHANISMS])
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_every_request_gets_the_tokens_of_full_forwards(kind, data):
     wanted = data.draw(requests())
