@@ -11,16 +11,7 @@ from engine.requests.params import SamplingParams
 from model import GPT, GPTConfig
 from tests.helpers.models import VOCAB, random_model
 from tests.helpers.serving import (
-    KINDS,
-    TOKENIZER,
-    alone,
-    assert_idle,
-    assert_same,
-    budget_for,
-    model_of,
-    needed,
-    prompt,
-)
+    KINDS, TOKENIZER, alone, assert_idle, assert_same, budget_for, model_of, needed, prompt)
 
 GOOD = [(prompt(n, seed=n), SamplingParams(new, seed=n, **more)) for n, new, more in (
     (9, 14, {}), (3, 20, dict(repetition_penalty=1.5)),
@@ -91,14 +82,6 @@ def test_parameters_that_do_not_match_prompts_are_refused_before_anything_runs()
 def test_wrong_settings_of_an_engine_are_refused(settings, named):
     with pytest.raises(UserError, match=named):
         Engine(model_of('vanilla'), **dict(max_batch_size=2) | settings)
-
-
-def test_a_budget_too_small_says_what_would_do():
-    model = model_of('full stack')
-    least = budget_for(model, 3, 40, 1, 8)
-    with pytest.raises(UserError, match=f'give at least {least:,}'):
-        Engine(model, 3, 40, page_size=8, kv_budget=least - 1)
-    assert Engine(model, 3, 40, page_size=8, kv_budget=least).cache.nbytes == least
 
 
 # -- NaN -------------------------------------------------------------------------------------------

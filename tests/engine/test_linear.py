@@ -18,9 +18,8 @@ def by_extension(monkeypatch, recorded) -> list:
 
 
 @pytest.mark.parametrize('dtype, error', [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
-@pytest.mark.parametrize('n_out, bias', [(1, True), (16, False), (65, True)])
-@pytest.mark.parametrize('shape', [(1, 48), (5, 24), (2, 1, 48), (2, 3, 48), (7, 48), (8, 48),
-                                   (5, 2072)])
+@pytest.mark.parametrize('n_out, bias', [(16, False), (65, True)])
+@pytest.mark.parametrize('shape', [(1, 48), (2, 1, 48), (2, 3, 48), (8, 48)])
 def test_few_rows_equal_a_plain_linear(by_extension, shape, n_out, bias, dtype, error):
     layer, x = FewRowsLinear(shape[-1], n_out, bias=bias).to(dtype), torch.randn(shape).to(dtype)
     expected = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double() if bias

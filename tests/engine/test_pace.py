@@ -117,20 +117,6 @@ def sizes(s, n):
     return [sum(n for chunk in s.step().prefill for _, n in chunk) for _ in range(n)]
 
 
-def test_a_prompt_ends_at_once_by_what_steps_before_left():
-    s = paced()
-    assert s.scheduler.pace.saved == 4 * 8
-    s.add(30, 9)
-    assert sizes(s, 1) == [30]
-    s.add(12, 1)
-    assert sizes(s, 3) == [4, 8, 0]  # 6 are left of what was saved
-    assert sizes(s, paces.LATER) == [0] * paces.LATER
-    assert s.scheduler.pace.saved == 4 * paces.LATER  # no more
-    s.add(10, 1)
-    s.add(9, 1)
-    assert sizes(s, 1) == [19]  # both
-
-
 LATER = paces.LATER
 
 

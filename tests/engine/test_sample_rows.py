@@ -221,28 +221,3 @@ def test_wrong_calls():
     with pytest.raises(IndexError):
         sample_rows(torch.zeros(1, 3), [SampleRow(SamplingParams(repetition_penalty=2.0), [3])])
     assert sample_rows(torch.zeros(0, 3), []).tokens.tolist() == []
-
-
-@given(st.floats(0.1, 3.0), st.integers(1, 60), st.floats(0.02, 0.98), st.floats(0.01, 0.95),
-       st.floats(0.5, 2.0), st.lists(st.integers(0, 49), min_size=1, max_size=20),
-       st.integers(0, 1000))
-def test_hugging_faces_processors_give_the_same_distributions(temperature, top_k, top_p, min_p,
-                                                              penalty, seen, seed):
-    """Each one by itself and all in sequence, in the order of its `generate`. There are no equal
-    logits here, because top-p treats ties differently."""
-    hf = pytest.importorskip('transformers.generation.logits_process')
-    logits = random_logits(1, 50, seed=seed, dtype=torch.float64)
-    chain = [(hf.RepetitionPenaltyLogitsProcessor(penalty), dict(repetition_penalty=penalty)),
-             (hf.TemperatureLogitsWarper(temperature), dict(temperature=temperature)),
-             (hf.TopKLogitsWarper(top_k), dict(top_k=top_k)),
-             (hf.TopPLogitsWarper(top_p), dict(top_p=top_p)),
-             (hf.MinPLogitsWarper(min_p), dict(min_p=min_p))]
-    together, settings = logits, {}
-    for processor, setting in chain:
-        settings |= setting
-        together = processor(torch.tensor([seen]), together)
-        for theirs, ours in ((processor(torch.tensor([seen]), logits), setting),
-                             (together, settings)):
-            probs = probabilities(logits, [SampleRow(SamplingParams(**ours), seen)])
-            assert torch.equal(probs > 0, theirs > -math.inf)
-            torch.testing.assert_close(probs, theirs.softmax(-1), rtol=1e-9, atol=0)

@@ -1,7 +1,11 @@
 """Read streams of cache events, and compare them with the engine's own state and tensors."""
 import json
 
+import torch
+
+from kv.plan import GLOBAL
 from tests.helpers.serving import TOKENIZER
+from tests.serving.conftest import LONGEST, MODEL
 
 
 def read(stream: str) -> tuple[list[dict], str]:
@@ -28,7 +32,7 @@ def pages_carried(events):
 
 class Recorder:
     """States of an engine's rows after each of its steps and before a row is freed, from its own
-    bookkeeping and tensors. states: number of a request -> [(state, token ids)]."""
+    bookkeeping and tensors. states: number of a request -> [(state, stored K/V, token ids)]."""
 
     def __init__(self, engine):
         self.engine, self.states, step, end = engine, {}, engine.step, engine._end
@@ -61,7 +65,8 @@ class Recorder:
                                            | table.pinned),
             held_nbytes=cache.held_nbytes, nbytes=self.nbytes(row, pages),
             prefix_nbytes=self.engine.prefix.nbytes if self.engine.prefix else 0)
-        self.states.setdefault(number, []).append((state, request.prompt + request.tokens))
+        stored = self.stored(row, pages) if row >= 0 else []
+        self.states.setdefault(number, []).append((state, stored, request.prompt + request.tokens))
 
     def nbytes(self, row, pages) -> int:
         """Counted from the tensors."""
@@ -70,6 +75,32 @@ class Recorder:
         page = sum(x[:1].numel() * x.element_size() for pool in self.engine.cache.pools
                    for x in pool.tensors)
         return (rings + page * len(pages)) * (row >= 0)
+
+    def stored(self, row, pages):
+        """[K, V] of the row in each slot, (Hkv, capacity or positions of its pages, D)."""
+        return [[x[pages].transpose(0, 1).flatten(1, 2) if slot.kind == GLOBAL else x[row].clone()
+                 for x in store.tensors[:2]]
+                for slot, store in zip(MODEL.plan.slots, self.engine.cache.stores)]
+
+
+def assert_holds(length, stored, tokens):
+    """Check the row's tensors, at the positions that the protocol derives from `length`, against
+    K and V of one forward pass over all tokens."""
+    cache, computed = MODEL.new_cache(1, LONGEST), {}
+    append = cache.append
+
+    def noted(layer, k, v):
+        computed[layer.slot] = k[0], v[0]  # (Hkv, T, D)
+        append(layer, k, v)
+    cache.append = noted
+    with torch.inference_mode():
+        MODEL(torch.tensor([tokens[:length]]), cache=cache)
+    for slot, held in zip(MODEL.plan.slots, stored):
+        positions = slot.positions(length, LONGEST)
+        n = length if slot.kind == GLOBAL else min(length, slot.window)
+        assert max(positions) == length - 1 and len(positions) == n
+        for x, wanted in zip(held, computed[slot.index]):
+            assert (x[:, :n] - wanted[:, positions]).abs().max() < 1e-4
 
 
 def assert_agree(recorder, number, stream, text):
@@ -89,7 +120,9 @@ def assert_agree(recorder, number, stream, text):
         del event['time'], event['first_token']
         assert event.pop('texts_from') == len(texts)
         texts += event.pop('texts')
-        tokens = next(tokens for state, tokens in states if state == event)
+        stored, tokens = next(found for state, *found in states if state == event)
         assert texts == [TOKENIZER.decode([token]) for token in tokens] or event['done']
+        if event['length']:
+            assert_holds(event['length'], stored, tokens)
     assert ''.join(texts) == text
     return events

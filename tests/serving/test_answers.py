@@ -9,7 +9,7 @@ import pytest
 
 from engine.requests.params import sample_seed
 from tests.helpers.serving import TOKENIZER
-from tests.serving.conftest import LONGEST, USER, assert_free, expected, in_background
+from tests.serving.conftest import LONGEST, USER, assert_free, expected
 
 PARTS = [{'type': 'text', 'text': 'o'}, {'type': 'text', 'text': 'n'}]
 MESSAGES = [{'role': 'system', 'content': 'hat'}, {'role': 'user', 'content': 'jab'},
@@ -205,19 +205,6 @@ def test_lengths_are_cut_to_what_there_is_room_for(serve):
     choices = server.complete(prompt=['a' * LONGEST, 'abc'], max_tokens=99).json()['choices']
     assert [len(choice['text']) for choice in choices] == [1, LONGEST - 2]
     assert {choice['finish_reason'] for choice in choices} == {'length'}
-
-
-def test_many_at_once_get_what_they_get_alone(serve):
-    server = serve(rows=4, max_waiting=40)
-    threads = [in_background(lambda k=k: server.complete(
-        prompt='abc' * (1 + k % 4), seed=k, max_tokens=1 + k % 13, stream=k % 2 == 0))
-        for k in range(12)]
-    for k, thread in enumerate(threads):
-        thread.join()
-        said = expected('abc' * (1 + k % 4), 1 + k % 13, seed=k)
-        documents = pieces(thread.result) if k % 2 == 0 else [thread.result.json()]
-        assert ''.join(piece['choices'][0]['text'] for piece in documents) == said.text
-    assert_free(server.worker)
 
 
 def test_models_and_health(serve):

@@ -198,9 +198,10 @@ def test_names_of_this_machine(address, hosts):
 def test_other_host_names_are_refused_where_no_key_is_needed(serve):
     for keys, status in (((), 403), (('sesame',), 200)):
         client, headers = serve(keys=keys).client, {'authorization': 'Bearer sesame'}
-        assert client.get('/v1/models', headers=headers).status_code == 200
-        headers['host'] = 'evil.example'
-        assert client.get('/v1/models', headers=headers).status_code == status
+        for path in ('/v1/models', '/nanokv/plan'):
+            assert client.get(path, headers=headers).status_code == 200
+            other = client.get(path, headers=headers | {'host': 'evil.example'})
+            assert other.status_code == status
 
 
 @pytest.mark.parametrize('shared', [False, True])

@@ -1,5 +1,4 @@
 """The stream of cache events: each states what the engine and its tensors hold at that moment."""
-import asyncio
 import json
 import time
 from collections import defaultdict
@@ -15,8 +14,8 @@ from serving.worker import Choice, Ticket, Worker
 from tests.helpers.serving import TOKENIZER, budget_for
 from tests.serving.cache_events import Recorder, assert_agree, pages_carried, read
 from tests.serving.conftest import (
-    CHAT, COMPLETIONS, LONGEST, MODEL, USER, Asgi, assert_free, assert_refused, eventually,
-    expected, in_background)
+    CHAT, COMPLETIONS, LONGEST, MODEL, USER, assert_free, assert_refused, eventually, expected,
+    in_background)
 
 WATCHED, WATCHED_CHAT, PLAN = '/nanokv/completions', '/nanokv/chat/completions', '/nanokv/plan'
 TEXT = 'abcdefghijklmnopqrstuvw' * 2
@@ -229,40 +228,6 @@ def test_requests_that_are_refused(serve, held):
     assert_free(server.worker)
     assert_refused(post(prompt=[23], stream=True), 400, 'token 23')  # by the engine
     assert_free(server.worker)
-
-
-def test_keys_and_hosts(serve):
-    client, open_client = serve(keys=('sesame',)).client, serve().client
-    for method, path in (('GET', PLAN), ('POST', WATCHED), ('POST', WATCHED_CHAT)):
-        assert_refused(client.request(method, path), 401, 'a key is needed')
-        other = open_client.request(method, path, headers={'host': 'evil.example'})
-        assert_refused(other, 403, 'Host')
-    assert client.get(PLAN, headers={'authorization': 'Bearer sesame'}).status_code == 200
-
-
-def test_without_the_page_there_is_none_of_this(serve):
-    server = serve(page=False)
-    for method, path in (('GET', '/'), ('GET', PLAN), ('POST', WATCHED), ('POST', WATCHED_CHAT)):
-        body = dict(prompt='a', messages=[USER], stream=True)
-        assert_refused(server.client.request(method, path, json=body), 404, path)
-    assert server.complete().status_code == 200
-
-
-def test_a_client_that_leaves_is_cancelled(serve, held):
-    server = serve(rows=2)
-    held.release()
-
-    async def scenario():
-        asked = Asgi(server.app, leaves_after=2, path=WATCHED, prompt=TEXT[:40], max_tokens=20,
-                     stream=True)
-        await asked.run()
-        return asked.sent
-    head, message = asyncio.run(scenario())  # of the prompt's first chunk
-    assert head['status'] == 200 and message['body'].startswith(b'event: cache\n')
-    held.set()
-    assert_free(server.worker)
-    assert server.metric('tokens_generated_total') == 0
-    assert ' 200: client left, ' in server.logged[0]
 
 
 def test_a_failed_step_and_an_error_within_a_stream(serve, unlimited, monkeypatch):

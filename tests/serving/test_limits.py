@@ -144,7 +144,9 @@ def test_keys(serve):
                    'Basic sesame', 'Bearer s\xe9same'):
         headers = {} if header is None else {'authorization': header.encode('latin-1')}
         for method, path in (('POST', COMPLETIONS), ('POST', CHAT), ('GET', '/v1/models'),
-                             ('GET', '/metrics'), ('GET', '/none')):
+                             ('POST', '/nanokv/completions'), ('GET', '/nanokv/plan'),
+                             ('POST', '/nanokv/chat/completions'), ('GET', '/metrics'),
+                             ('GET', '/none')):
             response = client.request(method, path, headers=headers)
             wrong = header and header.startswith('Bearer s')
             message = 'the key is not valid' if wrong else 'a key is needed'
@@ -238,12 +240,13 @@ def test_a_disconnect_cancels_all_choices(serve, held, stream):
     assert server.metric('requests_total', route=COMPLETIONS, status='499') == 2
 
 
-def test_a_disconnect_within_a_stream_cancels(serve):
+@pytest.mark.parametrize('path, n', [(COMPLETIONS, 2), ('/nanokv/completions', 1)])
+def test_a_disconnect_within_a_stream_cancels(serve, path, n):
     server = serve(rows=2)
 
     async def scenario():
-        request = Asgi(server.app, leaves_after=3, prompt='abcdefgh', max_tokens=50, n=2,
-                       stream=True)
+        request = Asgi(server.app, leaves_after=3, path=path, prompt='abcdefgh', max_tokens=50,
+                       n=n, stream=True)
         await request.run()
         return request.sent
     other = in_background(lambda: server.text(seed=1))
@@ -252,6 +255,7 @@ def test_a_disconnect_within_a_stream_cancels(serve):
     other.join()
     assert other.result == expected('abc', seed=1).text
     assert_free(server.worker)
+    assert any(' 200: client left, ' in line for line in server.logged)
 
 
 @pytest.mark.parametrize('draining', [False, True])

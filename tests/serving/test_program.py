@@ -84,7 +84,8 @@ def test_the_log_and_the_page_can_be_switched_off(data_root, monkeypatch, settin
     assert bool(made[0].request_log) == logs
     assert ('a chat page' in made[0].greeting) == page
     paths = {route.path for route in made[0].config.app.routes}
-    assert {'/', '/nanokv/plan'} <= paths if page else not {'/', '/nanokv/plan'} & paths
+    watched = {f'/nanokv/{name}' for name in ('plan', 'completions', 'chat/completions')}
+    assert paths & {'/', *watched} == ({'/', *watched} if page else set())
 
 
 def test_a_port_that_is_taken():

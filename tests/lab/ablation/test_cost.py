@@ -6,15 +6,13 @@ import pytest
 import ablate
 from config.gpt_config import GPTConfig
 from lab.ablation import cost, report, tables
-from lab.ablation.ladder import read_ladder
 from lab.ablation.results import Results
 from lab.ablation.summary import summarize
 from lab.benchmarks import clock
-from tests.lab.ablation.test_ladder import CONFIG
-from tests.lab.ablation.test_ladder import SMALL as SMALL_MODEL
+from tests.lab.ablation.conftest import CONFIG, SMALL
 
-SMALL = ['--contexts=16,100', '--batch_sizes=2', '--batch_size=2', '--device=cpu']
-THREE = SMALL_MODEL + """
+FLAGS = ['--contexts=16,100', '--batch_sizes=2', '--batch_size=2', '--device=cpu']
+THREE = SMALL + """
 rows = {
     'MHA': dict(pos_embedding='rope'),
     '+ MQA': dict(n_kv_head=1),
@@ -24,19 +22,10 @@ side_rows = {'Muon': ('+ MQA', dict(optimizer='muon'))}
 """
 
 
-@pytest.fixture
-def ladder_of(tmp_path):
-    def read(*flags, text=CONFIG):
-        path = tmp_path / 'ablate_mine.py'
-        path.write_text(text)
-        return read_ladder([str(path), f'--folder={tmp_path}', *SMALL, *flags], echo=False)[1]
-    return read
-
-
 def test_bytes_by_hand(ladder_of):
     """3 layers of width 32, 4 heads of 8, T=64, W=8: MHA: 3 x 2 x 4 x 8 elements per position."""
     text = CONFIG + "rows['+ wider heads'] = dict(head_dim=16)\n"
-    ladder = ladder_of(text=text)
+    ladder = ladder_of(text, *FLAGS)
     of = {name: cost.kv_bytes(ladder, row, [16]) for name, row in ladder.rows.items()}
     assert of['vanilla GPT-2']['at'][16]['bytes'] == 16 * 3 * 2 * 32 * 2
     assert of['+ MQA']['smaller'] == 4 and of['+ MQA']['bytes_per_token'] == 3 * 2 * 8 * 2
@@ -51,7 +40,7 @@ def test_bytes_by_hand(ladder_of):
 
 def test_rows_share_a_side_where_they_run_the_same_code_alone(ladder_of):
     text = CONFIG + "side_rows['W8'] = ('+ int8 KV', dict(weight_dtype='int8'))\n"
-    speed = cost.Speed(ladder_of(text=text))
+    speed = cost.Speed(ladder_of(text, *FLAGS))
     decodes, trains = speed.decodes_as, speed.trains_as
     assert decodes['+ int8 KV'] == decodes['+ int8 in training'] != decodes['+ wider MLP']
     assert trains['+ int8 KV'] == trains['+ wider MLP'] != trains['+ int8 in training']
@@ -76,7 +65,7 @@ def too_large(monkeypatch):
 
 
 def test_a_failing_measurement_is_reported_and_nothing_is_repeated(ladder_of, too_large, capsys):
-    ladder = ladder_of(text=THREE)
+    ladder = ladder_of(THREE, *FLAGS)
     results = Results(ladder)
     assert ablate.measured_speed(ladder, results, False) is None
     found = ablate.measured_speed(ladder, results, True)
@@ -110,7 +99,7 @@ def test_a_failing_measurement_is_reported_and_nothing_is_repeated(ladder_of, to
 
 def test_figures_of_other_settings_do_not_count(ladder_of):
     changes = [], [], ['--dtype=bfloat16'], ['--contexts=16'], ['--batch_size=3'], ['--repeats=6']
-    prints = [cost.Speed(ladder_of(*flags, text=THREE)).fingerprint for flags in changes]
+    prints = [cost.Speed(ladder_of(THREE, *FLAGS, *flags)).fingerprint for flags in changes]
     assert prints[0] == prints[1] and len(set(prints[1:])) == len(prints) - 1
 
 

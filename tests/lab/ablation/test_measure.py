@@ -16,18 +16,16 @@ from engine.weights.quantize import weights_dtype
 from kv.cache import KVCache
 from lab.ablation import lookup, measure
 from lab.ablation.identifiers import find_identifiers, loss_by_distance
-from lab.ablation.ladder import read_ladder
 from model import GPT
-from tests.lab.ablation.test_ladder import CONFIG
+from tests.lab.ablation.conftest import CONFIG
 
 ALPHABET = 'abcdefghijklm'
 TOKENIZER = CharTokenizer({c: i for i, c in enumerate(ALPHABET)}, dict(enumerate(ALPHABET)))
 
 
 @pytest.fixture
-def ladder(tmp_path):
-    (tmp_path / 'ablate_mine.py').write_text(CONFIG)
-    return read_ladder([str(tmp_path / 'ablate_mine.py'), f'--folder={tmp_path}'], echo=False)[1]
+def ladder(ladder_of):
+    return ladder_of()
 
 
 @pytest.fixture
@@ -77,10 +75,8 @@ def test_a_cache_that_gives_other_losses_is_an_error(kv_dtype, ladder, saved, mo
         measure.losses(model, row, windows(), TOKENIZER)[0]
 
 
-def test_a_row_with_int8_weights_is_judged_with_them(tmp_path, saved, monkeypatch):
-    text = CONFIG.replace("dict(kv_share='AAB')),", "dict(weight_dtype='int8')),")
-    (tmp_path / 'ablate_int8.py').write_text(text)
-    ladder = read_ladder([str(tmp_path / 'ablate_int8.py'), f'--folder={tmp_path}'], echo=False)[1]
+def test_a_row_with_int8_weights_is_judged_with_them(ladder_of, tmp_path, saved, monkeypatch):
+    ladder = ladder_of(CONFIG.replace("dict(kv_share='AAB')),", "dict(weight_dtype='int8')),"))
     monkeypatch.setattr(measure, 'training_figures', lambda *_: {})
     monkeypatch.setattr(measure, 'recall', lambda model, *_: weights_dtype(model))
     plain, int8 = (measure.measure(ladder, ladder.rows[name], 1, saved, tmp_path / 'ckpt.pt')
@@ -90,7 +86,7 @@ def test_a_row_with_int8_weights_is_judged_with_them(tmp_path, saved, monkeypatc
     assert plain['fingerprint'] != int8['fingerprint']
 
 
-def test_identifiers_cost_what_the_forward_pass_says(tmp_path, monkeypatch):
+def test_identifiers_cost_what_the_forward_pass_says(ladder_of, tmp_path, monkeypatch):
     texts = ['first = 1\nsecond = first + first\n', 'def third(first):\n    return second\n'] * 20
     meta, encoding = bpe_of('bpe:280', texts)
     ids = encode_documents(encoding, texts)
@@ -98,15 +94,13 @@ def test_identifiers_cost_what_the_forward_pass_says(tmp_path, monkeypatch):
     monkeypatch.setattr('lab.ablation.ladder.DATA_ROOT', tmp_path)
     monkeypatch.setattr(measure, 'ensure_dataset', lambda name: tmp_path / name)
     monkeypatch.setattr(measure, 'training_figures', lambda *_: {})
-    (tmp_path / 'ablate_source.py').write_text("""
+    ladder = ladder_of("""
 base = 'config/char_vanilla.py'
 dataset = 'source'
 identifiers = True
 n_layer, n_head, n_embd, block_size = 2, 2, 32, 64
 rows = {'local': dict(layer_pattern='L', window_size=8, pos_embedding='rope')}
 """)
-    args = [str(tmp_path / 'ablate_source.py'), f'--folder={tmp_path}']
-    ladder = read_ladder(args, echo=False)[1]
     row = ladder.rows['local']
     torch.manual_seed(0)
     model = GPT(ladder.trained_config(row)).eval()

@@ -13,7 +13,7 @@ from lab.ablation.results import Results
 from lab.ablation.stats import paired_difference
 from lab.ablation.summary import recall_of, summarize
 from lab.ablation.tables import plus_minus
-from tests.lab.ablation.test_ladder import SMALL
+from tests.lab.ablation.conftest import SMALL
 
 CONFIG = SMALL + '''
 speed = False

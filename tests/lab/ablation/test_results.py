@@ -4,19 +4,13 @@ import json
 import pytest
 
 from config.errors import UserError
-from lab.ablation.ladder import read_ladder
 from lab.ablation.results import Results
-from tests.lab.ablation.test_ladder import CONFIG
+from tests.lab.ablation.conftest import CONFIG
 
 
 @pytest.fixture
-def results(tmp_path):
-    (tmp_path / 'ablate_mine.py').write_text(CONFIG)
-
-    def of(*flags):
-        argv = [str(tmp_path / 'ablate_mine.py'), f'--folder={tmp_path}', *flags]
-        return Results(read_ladder(argv, echo=False)[1])
-    return of
+def results(ladder_of):
+    return lambda *flags: Results(ladder_of(CONFIG, *flags))
 
 
 def test_what_was_written_counts_for_the_same_settings_alone(results):

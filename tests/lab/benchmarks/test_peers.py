@@ -44,14 +44,6 @@ def peer(tmp_path):
         yield ours, llama.LlamaCpp(ours, tmp_path, stack)
 
 
-def test_it_has_our_weights(peer):
-    ours, theirs = peer
-    assert generation.logit_gap(ours, theirs) < 20 * theirs.tolerance  # logits are 20 times larger
-    with torch.no_grad():
-        ours.transformer.h[1].mlp.c_proj.bias[3] += 0.5
-    assert generation.logit_gap(ours, theirs) > 20 * theirs.tolerance
-
-
 @pytest.mark.parametrize('shape', [(1, 5), (3, 12), (3, 1)], ids=str)
 def test_it_makes_our_tokens(peer, monkeypatch, shape):
     ours, theirs = peer

@@ -176,14 +176,8 @@ def test_a_busy_server_is_asked_again(scripted, monkeypatch):
     assert came[1] - came[0] >= 1 and all(0.1 <= b - a < 10 for a, b in zip(came[1:], came[2:]))
     assert answer.started <= came[0] and answer.stamps[0] - answer.started >= 1.2
     assert all(request[3]['prompt'] == 'b' for request in server.requests)
-
-
-def test_a_server_that_stays_busy(scripted, monkeypatch):
-    monkeypatch.setattr(clients, 'RETRY_S', 0.1)
-    server = scripted(Says(status=429))
-    with pytest.raises(Failed, match='refused . times: status'):
-        Client(server.url, timeout=0.45).ask('completions', {})
-    assert 2 <= len(server.requests) <= 5
+    with pytest.raises(Failed, match='refused . times: status'):  # it stays busy
+        Client(scripted(Says(status=429)).url, timeout=0.45).ask('completions', {})
 
 
 # -- addresses, keys, models -----------------------------------------------------------------------
@@ -206,8 +200,7 @@ def test_forms_of_an_address(scripted, form, base, monkeypatch):
 
 
 @pytest.mark.parametrize('url, why', [
-    ('ftp://127.0.0.1', 'url='), ('', 'url='), ('127.0.0.1:port', 'port'),
-    ('127.0.0.1:1', 'refused')])
+    ('ftp://127.0.0.1', 'url='), ('', 'url='), ('127.0.0.1:port', 'port')])
 def test_addresses_of_no_server(url, why):
     with pytest.raises(UserError, match=why):
         Client(url).model()

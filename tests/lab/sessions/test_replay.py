@@ -16,7 +16,7 @@ from tests.serving.conftest import Running
 
 # -- prompts ---------------------------------------------------------------------------------------
 
-def test_prompts_continue_with_the_replies_of_the_server():
+def test_prompts_continue_with_the_replies_of_the_server_and_what_of_them_is_unavoidable():
     trace = make('forking', 3, sessions=5, **FORKS)
     kinds = [request.kind for session in trace.sessions for request in session.requests]
     assert {'turn', 'edit', 'regenerate', 'fork'} <= set(kinds)
@@ -33,12 +33,8 @@ def test_prompts_continue_with_the_replies_of_the_server():
     assert [len(prompt) for *_, prompt, _ in wanted] == [r['prompt'] for r in replay.records]
     assert (found['ended'], found['failed']) == (trace.n_requests, 0)
     assert found['reply_tokens'] == sum(len(reply) for *_, reply in wanted)
-
-
-def test_what_is_unavoidable():
-    """A server that keeps everything computes just that; one that keeps nothing, every token."""
-    trace = make('forking', 2, sessions=5, **FORKS)
-    pairs = [(prompt, reply) for *_, prompt, reply in one_by_one(trace)]
+    # a server that keeps everything computes what is unavoidable; one that keeps nothing, all
+    pairs = [(prompt, reply) for *_, prompt, reply in wanted]
     new, n_prompt = new_tokens(pairs), sum(len(prompt) for prompt, _ in pairs)
     lasts = iter([len(prompt) - n for (prompt, _), n in zip(pairs, new)])
     replay = Replay(trace, Fake(lambda document: next(lasts)), ids_of(trace), users=1)
@@ -229,17 +225,10 @@ def test_a_summary():
     text = program.replay_table(found).title
     assert '3 of 4 requests' in text and '1 failed' in text and 'boom' in text
     assert '6 of the 9 tokens' in text
-
-
-def test_a_server_that_does_not_say_what_it_computed():
-    class Silent(Fake):
-        def say(self, answer, document):
-            super().say(answer, document)
-            answer.usage = {'prompt_tokens': 3}
-    trace = trace_of(line(2))
-    found = Replay(trace, Silent(), ids_of(trace), users=1).run()
-    assert found['computed'] is found['over_unavoidable'] is None and found['ended'] == 2
-    assert found['prompt_tokens'] == 6 and 'not known' in program.replay_table(found).title
+    parts = [(stamps, 0, None) for stamps, *_ in parts]  # it does not say what it computed
+    found = Replay(trace, Made(gate=gate), ids_of(trace), users=1).run()
+    assert found['computed'] is found['over_unavoidable'] is None and found['prompt_tokens'] == 12
+    assert 'not known' in program.replay_table(found).title
 
 
 # -- the program, and our own server ---------------------------------------------------------------

@@ -24,33 +24,6 @@ def test_the_shipped_trace_is_what_its_preset_makes(name, tmp_path):
     assert (tmp_path / 't.jsonl').read_bytes() == (SHIPPED / f'{name}.jsonl').read_bytes()
 
 
-@pytest.mark.parametrize('name', PRESETS)
-def test_users_do_what_the_preset_says(name):
-    preset, trace = PRESETS[name], make(name, 2)
-    requests = [r for session in trace.sessions for r in session.requests]
-    kinds = {kind: sum(r.kind == kind for r in requests) / len(requests)
-             for kind in ('edit', 'fork', 'regenerate')}
-    assert trace.longest <= preset.longest and len(trace.sessions) == preset.sessions
-    if preset.document:
-        assert kinds['edit'] > 0.8
-    else:
-        for kind in kinds:  # 5 standard deviations; some start over
-            share = getattr(preset, kind)
-            assert abs(kinds[kind] - share) < 0.03 + 5 * (share / len(requests)) ** 0.5
-    for session in trace.sessions:
-        times = [r.at for r in session.requests]
-        assert times == sorted(times)
-        for i, r in enumerate(session.requests):
-            assert -1 <= r.after < i and r.message >= 1 and r.reply >= 1
-            message = trace.message(session, i)
-            assert len(message) == r.message
-            if r.keep:
-                like = trace.message(session, r.like)
-                assert (message[:r.keep] == like[:r.keep]).all()
-            if r.kind == 'regenerate':
-                assert r.after == session.requests[r.like].after and r.keep == r.message
-
-
 def test_a_file_says_all_of_a_trace(tmp_path):
     trace = make('forking', 3, sessions=6)
     trace.write(tmp_path / 't')
