@@ -10,7 +10,6 @@ A row takes a page when it grows into it, and frees it on reset: PagedAttention 
 import torch
 
 from attention.cached import TILE, cached_attention, kernel_takes
-from config.errors import UserError
 from engine.pages.table import PageTable
 from kv.cache import KVCache, Step, on_device, select_rows, slice_tokens
 from kv.plan import GLOBAL, KVPlan, Layer, Slot
@@ -206,8 +205,6 @@ class PagedKVCache(KVCache):
     def adopt(self, row: int, pages: list[int], length: int) -> None:
         """Set `row`, which must be empty, to `length` tokens in these pages, which other rows
         share. The caller fills the rings and states."""
-        if self._lengths[row]:
-            raise UserError(f'row {row} holds {self._lengths[row]} tokens; reset it first')
         self.table.adopt(row, pages)
         self._lengths[row] = length
 
@@ -229,10 +226,6 @@ class PagedKVCache(KVCache):
     def reserve(self, row: int, length: int) -> None:
         """Take the pages for the first `length` tokens of `row`. Raises OutOfPages, in which case
         nothing changes."""
-        self._checked('reserve', [row])
-        if length > self.max_seq_len:
-            raise UserError(f'reserve: {length} tokens for row {row}: the cache has '
-                            f'max_seq_len={self.max_seq_len}')
         self._take_pages([(row, self._lengths[row], length)])
 
     def _take_pages(self, jobs: list[tuple[int, int, int]]) -> None:

@@ -4,9 +4,10 @@ every global slot, with key_offset), each as one buffer of the stored bytes.
 """
 import bisect
 import hashlib
+import os.path
+from array import array
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from engine.pages.cache import PagedKVCache
@@ -25,15 +26,12 @@ def allocated_nbytes(buffer: torch.Tensor | None) -> int:
 
 def packed(tokens) -> bytes:
     """Token ids as int32 bytes."""
-    return np.asarray(tokens, dtype=np.int32).tobytes()
+    return array('i', tokens).tobytes()
 
 
 def common_tokens(a: bytes, b: bytes) -> int:
     """Number of leading tokens that two packed sequences share."""
-    n = min(len(a), len(b))
-    x, y = (np.frombuffer(each[:n], dtype=np.int32) for each in (a, b))
-    differ = np.flatnonzero(x != y)
-    return int(differ[0]) if len(differ) else n // 4
+    return len(os.path.commonprefix((a, b))) // 4
 
 
 class Children(dict):

@@ -1,7 +1,7 @@
 """A request's parameters (`SamplingParams`) and its result (`Completion`). No torch here."""
 import difflib
-import math
 import re
+import sys
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -150,23 +150,12 @@ def whole(value) -> int | None:
 
 
 def _number(name: str, value, kind: type) -> int | float:
-    number = whole(value)
-    if kind is float:
-        number = _finite_float(value)
-    if number is not None:
-        return number
-    allowed = 'an integer' if kind is int else 'a finite number'
-    raise UserError(f'{name}={shown(value)}: must be {allowed}')
-
-
-def _finite_float(value) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:  # an int too large for a float
-        return None
-    return number if math.isfinite(number) else None
+    number = whole(value) if kind is int else value
+    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+    if not is_number or kind is float and not abs(number) <= sys.float_info.max:
+        allowed = 'an integer' if kind is int else 'a finite number'
+        raise UserError(f'{name}={shown(value)}: must be {allowed}')
+    return kind(number)
 
 
 def _stop_tokens(value) -> tuple[int, ...]:

@@ -92,13 +92,8 @@ class SampleRow:
         p = self.params
         return (p.top_k, p.top_p, p.min_p, p.logprobs) == (0, 1, 0, -1) and not self.penalised
 
-    def append(self, token: int) -> None:
-        """Add the sampled token to the text."""
-        self.n_drawn += 1
-        self.see(token)
-
     def see(self, token: int) -> None:
-        """Add a token that `n_drawn` counts already."""
+        """Add a sampled token, which `n_drawn` counts already, to the text."""
         if self.penalised and token not in self._seen:
             self._seen[token] = None
             self.seen_ids.append(token)
@@ -121,7 +116,7 @@ class Drawn(NamedTuple):
 
 @torch.no_grad()
 def sample_rows(logits: torch.Tensor, rows: list[SampleRow], at: list[int] | None = None) -> Drawn:
-    """Sample the next token of each row. Does not change `rows`: call `row.append` afterwards.
+    """Sample the next token of each row. Does not change `rows`.
     at: the place of each row in `logits`, if those have more rows.
 
     Applied in this order, as in Hugging Face's `generate`:

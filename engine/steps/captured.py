@@ -10,13 +10,12 @@ is compared with it before it is used.
 """
 import functools
 import gc
-import sys
 
 import torch
 
 from attention.backends import triton_usable
 from attention.kernels.flex import with_own_code
-from engine.steps.agreement import agrees, unknown_field
+from engine.steps.agreement import agrees, note_once, unknown_field
 from engine.steps.fused import fuse, unfuse
 from engine.requests.sampler import Drawn, SampleRow, draw_plain, sample_rows
 from engine.steps.static import StaticCache
@@ -42,31 +41,18 @@ def captured_decode(model, cache, compiled: bool = False) -> 'CapturedDecode | N
         return None
     unknown = unknown_field(model.config)
     if unknown:
-        _note(f'do not support {unknown}')
-    elif _agrees(model, cache, fused=True):
+        reason = f'do not support {unknown}'
+    elif agrees(model, cache, functools.partial(CapturedDecode, model, capture=False)):
         return CapturedDecode(model, cache, compiled)
     else:
-        _note('give other logits than model.py')
+        reason = 'give other logits than model.py'
+    note_once(f'the kernels of fused decode steps {reason}: the blocks of model.py are captured')
     unfuse(model)
-    if _agrees(model, cache, fused=False):
-        return CapturedDecode(model, cache, compiled, fused=False)
-    print('Note: captured decode steps give other logits than model.py: plain steps decode, slower',
-          file=sys.stderr)
+    plain = functools.partial(CapturedDecode, model, fused=False)
+    if agrees(model, cache, functools.partial(plain, capture=False)):
+        return plain(cache, compiled)
+    note_once('captured decode steps give other logits than model.py: plain steps decode')
     return None
-
-
-def _agrees(model, cache, fused: bool) -> bool:
-    def make_decode(empty):
-        return CapturedDecode(model, empty, fused=fused, capture=False)
-    # int8 values, and sums in half precision, are rounded differently by the kernels
-    exact = model.dtype == torch.float32 and cache.kv_dtype == 'float32'
-    return agrees(model, cache, make_decode, 1e-3 if exact else 0.1)
-
-
-@functools.cache  # an engine or a sample may be made many times
-def _note(what: str) -> None:
-    print(f'Note: the kernels of fused decode steps {what}: the blocks of model.py are captured, '
-          'slower', file=sys.stderr)
 
 
 class CapturedDecode:

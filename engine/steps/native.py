@@ -2,15 +2,13 @@
 import ctypes
 import functools
 import itertools
-import sys
 
 import numpy as np
 import torch
 from torch import nn
 
-from config.errors import UserError
 from engine import native
-from engine.steps.agreement import agrees, unknown_field
+from engine.steps.agreement import agrees, note_once, unknown_field
 from engine.weights.linear import MOST_ROWS, describe, few_rows
 from engine.pages.cache import PagedKVCache, PagedStore
 from engine.weights.quantized import Int8Embedding, Int8Linear, QuantizedLinear
@@ -33,20 +31,14 @@ def native_decode(model: GPT, cache: KVCache) -> 'NativeDecode | None':
     if not runs_here(model, cache) or native.library() is None:
         return None
     if unsupported(model, cache):
-        _note_once(f'Note: the C++ decode step does not support {unsupported(model, cache)}: plain '
-                   'torch decodes, slower')
+        note_once(f'the C++ decode step does not support {unsupported(model, cache)}: plain torch '
+                  'decodes')
         return None
-    if not _agrees(model, cache):
-        print('Note: the C++ decode step gives other logits than model.py: plain torch decodes '
-              '(engine/native/decode.cpp computes what model.py did)', file=sys.stderr)
+    if not agrees(model, cache, functools.partial(NativeDecode, model)):
+        note_once('the C++ decode step (engine/native/decode.cpp) gives other logits than '
+                  'model.py: plain torch decodes')
         return None
     return NativeDecode(model, cache)
-
-
-def _agrees(model: GPT, cache: KVCache) -> bool:
-    in_floats = not isinstance(model.lm_head, Int8Linear)
-    exact = model.dtype == torch.float32 and cache.kv_dtype == 'float32' and in_floats
-    return agrees(model, cache, functools.partial(NativeDecode, model), 1e-3 if exact else 0.1)
 
 
 def runs_here(model: GPT, cache: KVCache) -> bool:
@@ -69,11 +61,6 @@ def unsupported(model: GPT, cache: KVCache) -> str:
         if width % MULTIPLE:
             return f'{name}={width} (widths must be multiples of {MULTIPLE})'
     return '' if cache.torch_dtype in DTYPES else f'kv_dtype={cache.kv_dtype!r}'
-
-
-@functools.cache  # an engine or a sample may be made many times
-def _note_once(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 class NativeDecode:
@@ -106,14 +93,14 @@ class NativeDecode:
             raise IndexError(f'tokens {ids.tolist()}: the model has 0 to {self.vocab_size - 1}')
         step = self.cache.begin(1, lens, range(n))
         rows = [row for row in step.rows if step.lens[row]]
-        logits = self._logits[:n]
-        if len(rows) == n:
-            self._run(ids, rows, step.starts, [0] * n, range(n), logits)
-        elif rows:
-            some = torch.empty(len(rows), self.vocab_size)
+        logits = found = self._logits[:n]
+        if len(rows) < n:
+            found = torch.empty(len(rows), self.vocab_size)
+        if rows:
             starts = [step.starts[row] for row in rows]
-            self._run(ids[rows], rows, starts, [0] * len(rows), range(len(rows)), some)
-            logits[rows] = some
+            self._run(ids[rows], rows, starts, [0] * len(rows), range(len(rows)), found)
+        if len(rows) < n:
+            logits[rows] = found
         self.cache.commit()
         return logits
 
@@ -127,8 +114,6 @@ class NativeDecode:
         if min(ids) < 0 or max(ids) >= self.vocab_size:
             raise IndexError(f'tokens {ids}: the model has 0 to {self.vocab_size - 1}')
         lens = list(map(len, texts))
-        if max(lens) > self.longest_text:
-            raise UserError(f'{max(lens)} tokens: at most {self.longest_text} at a time')
         step = self.cache.begin(max(lens), lens, rows)
         places = [(row, start + j, n - 1 - j) for row, start, n in zip(rows, step.starts, lens)
                   for j in range(n)]
@@ -203,9 +188,8 @@ class NativeDecode:
                            isinstance(store, RingStore), isinstance(store, PagedStore), transposed)
 
     def _linear(self, linear) -> native.Linear:
-        quantized = isinstance(linear, QuantizedLinear)
-        described, bias = linear.described() if quantized else describe(linear.weight, linear.bias)
-        self._kept += [linear.weight.detach(), linear.scale if quantized else None, bias]
+        described, kept = describe(linear)
+        self._kept += kept
         return described
 
     def _norm(self, norm: nn.Module):

@@ -1,7 +1,6 @@
 """Prompts from the user: one text (`start`), or a file of many (`prompts`). No torch here."""
 import json
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -92,13 +91,11 @@ def _read(path: str, where: str) -> str:
 
 def _json_object(line: str) -> dict:
     try:
-        given = encodable(json.loads(line, object_pairs_hook=_unique_keys,
-                                     parse_constant=_finite, parse_float=_finite))
+        given = encodable(json.loads(line, parse_constant=_finite, parse_float=_finite))
     except UserError:
         raise
     except (ValueError, RecursionError) as e:
-        reason = 'nested too deep' if isinstance(e, RecursionError) else e
-        raise UserError(f'{shown(line)} is not JSON ({reason}): write a string, "like\\nthis", '
+        raise UserError(f'{shown(line)} is not JSON ({e}): write a string, "like\\nthis", '
                         'or an object, {"prompt": "like this", "temperature": 0.8}') from e
     given = {'prompt': given} if isinstance(given, str) else given
     if not isinstance(given, dict):
@@ -122,13 +119,6 @@ def _prompt(given: dict) -> str:
     if not isinstance(prompt, str) or not prompt:
         raise UserError(f'prompt={shown(prompt)}: must be a text of at least one character')
     return prompt
-
-
-def _unique_keys(pairs):
-    for key, times in Counter(key for key, _ in pairs).items():
-        if times > 1:
-            raise UserError(f'key {shown(key)} is given twice')
-    return dict(pairs)
 
 
 def _finite(text: str) -> float:

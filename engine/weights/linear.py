@@ -3,6 +3,7 @@ import ctypes
 import functools
 import statistics
 import timeit
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ class FewRowsLinear(nn.Linear):
     def forward(self, x):
         if torch.compiler.is_compiling() or not self._suits(x):
             return F.linear(x, self.weight, self.bias)
-        return by_extension(describe(self.weight, self.bias), x).to(x.dtype)
+        return by_extension(describe(self), x).to(x.dtype)
 
     def _suits(self, x):
         w = self.weight
@@ -29,16 +30,20 @@ class FewRowsLinear(nn.Linear):
                 and x.numel() <= few_rows(w.dtype) * x.size(-1))
 
 
-def describe(weight, bias) -> tuple[native.Linear, torch.Tensor | None]:
-    """Return (descriptor for the extension, a tensor that must outlive the descriptor)."""
-    bias = None if bias is None else bias.detach().float()
-    return native.Linear(weight.data_ptr(), None, None if bias is None else bias.data_ptr(),
-                         *weight.shape, native.DTYPES[weight.dtype]), bias
+def describe(linear) -> tuple[native.Linear, tuple]:
+    """Return (descriptor of a Linear layer, in floats or packed, for the extension; the tensors
+    that must outlive the descriptor)."""
+    bias = None if linear.bias is None else linear.bias.detach().float()
+    scale = getattr(linear, 'scale', None)
+    kept = linear.weight.detach(), scale, bias
+    kind = native.DTYPES[linear.weight.dtype] if scale is None else linear.kind
+    return native.Linear(*(None if x is None else x.data_ptr() for x in kept), linear.out_features,
+                         linear.in_features, kind, getattr(linear, 'group', 0)), kept
 
 
 def by_extension(described, x: torch.Tensor) -> torch.Tensor:
     """x (..., k) -> (..., n) float32. described: as returned by `describe`."""
-    linear, _bias = described
+    linear, _kept = described
     rows = x.detach().reshape(-1, linear.k).float().contiguous()
     y = rows.new_empty(len(rows), linear.n)
     native.library().nanokv_linear(
@@ -55,8 +60,9 @@ def few_rows(dtype: torch.dtype) -> int:
 @functools.cache
 def _measured(dtype) -> int:
     """Time a weight of GPT-2's MLP for 1, 4, 16 ... rows; takes about 100 ms."""
-    weight = torch.ones(3072, 768, dtype=dtype)
-    described, rows = describe(weight, None), 1
+    weight, rows = torch.ones(3072, 768, dtype=dtype), 1
+    linear = SimpleNamespace(weight=weight, bias=None, out_features=3072, in_features=768)
+    described = describe(linear)
     while rows <= MOST_ROWS:
         x = torch.ones(rows, 768, dtype=dtype)
         if _seconds(by_extension, described, x) > _seconds(F.linear, x, weight):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from engine import native
-from engine.weights.linear import by_extension
+from engine.weights.linear import by_extension, describe
 from kv.int8_rows import CUDA_MULTIPLE, int8_matmul, quantize_rows
 
 BLOCK, COLUMNS = 16, 4  # rows and columns of one load, `int8_tile` in kernels.h
@@ -64,19 +64,12 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x):
         if self.packed:
-            return by_extension(self.described(), x).to(x.dtype)
+            return by_extension(describe(self), x).to(x.dtype)
         y = self.matmul(x.reshape(-1, self.in_features), self.weight, self.scale)
         y = y[:, :self.out_features]
         if self.bias is not None:
             y = y + self.bias
         return y.to(x.dtype).view(*x.shape[:-1], -1)
-
-    def described(self) -> tuple[native.Linear, torch.Tensor | None]:
-        """Like `engine.weights.linear.describe`."""
-        bias = None if self.bias is None else self.bias.detach().float()
-        return native.Linear(self.weight.data_ptr(), self.scale.data_ptr(),
-                             None if bias is None else bias.data_ptr(), self.out_features,
-                             self.in_features, self.kind, self.group), bias
 
 
 class Int8Linear(QuantizedLinear):

@@ -12,10 +12,10 @@ from config.gpt_config import GPTConfig
 from engine.steps import agreement
 from engine.steps import captured
 from engine import native
-from engine.steps.agreement import KNOWN_FIELDS, unknown_field
+from engine.steps.agreement import KNOWN_FIELDS, note_once, unknown_field
 from engine.steps.captured import captured_decode
 from engine.steps.fused import FusedBlock
-from engine.steps.native import _note_once, native_decode
+from engine.steps.native import native_decode
 from engine.weights.quantize import quantize_weights
 from model import Block, CausalSelfAttention
 from tests.helpers.models import FULL_STACK, configs, random_model, tokens
@@ -32,7 +32,7 @@ def native_step():
     """A function of a model and a cache: the C++ step, or None if it is not used."""
     if native.library() is None:
         pytest.skip('no compiler here')
-    _note_once.cache_clear()
+    note_once.cache_clear()
     return native_decode
 
 
@@ -41,7 +41,7 @@ def fused_step(everywhere):
     """The same with the blocks of captured steps."""
     if not INTERPRETING or find_spec('triton') is None:
         pytest.skip('interpreted where there is no GPU')
-    captured._note.cache_clear()
+    note_once.cache_clear()
 
     def step(model, cache):
         with triton_enabled(True):

@@ -1,4 +1,6 @@
 """Linear layers with few rows: the extension's matmul and torch's give the same result."""
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -30,6 +32,12 @@ def test_few_rows_equal_a_plain_linear(by_extension, shape, n_out, bias, dtype, 
     assert y.shape == expected.shape and y.is_contiguous() and (y - expected).abs().max() < error
 
 
+def described(weight, bias=None):
+    n_out, n_in = weight.shape
+    return linear.describe(SimpleNamespace(weight=weight, bias=bias, out_features=n_out,
+                                           in_features=n_in))
+
+
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize('n_out', [1, 8, 16, 65])
 @pytest.mark.parametrize('n_in', [8, 48, 1040, 8192])
@@ -37,7 +45,7 @@ def test_any_number_of_rows(n_in, n_out, dtype):
     weight, bias = torch.randn(n_out, n_in).to(dtype), torch.randn(n_out)
     for n_rows in (1, 2, 3, 4, 15, 16, 17, 19, 20, 32, 47, 50, 64, 83):
         x = torch.randn(n_rows, n_in).to(dtype)
-        y = linear.by_extension(linear.describe(weight, bias), x)
+        y = linear.by_extension(described(weight, bias), x)
         expected = x.double() @ weight.double().T + bias
         size = x.double().abs() @ weight.double().abs().T + bias.abs()  # a sum may be near 0
         assert ((y - expected).abs() <= 1e-6 * size).all(), n_rows
@@ -47,7 +55,7 @@ def test_any_number_of_rows(n_in, n_out, dtype):
 def test_bfloat16_weights_take_all_rows_rounded_to_nearest_or_none(n_rows):
     """Some processors multiply bfloat16 by bfloat16: then all activations are rounded."""
     x, weight = torch.rand(n_rows, 1024), torch.rand(16, 1024).bfloat16()
-    y = linear.by_extension(linear.describe(weight, None), x)
+    y = linear.by_extension(described(weight), x)
     forms = (form.double() @ weight.double().T for form in (x, x.bfloat16()))
     assert min(((y - form) / form).abs().max() for form in forms) < 1e-6
 

@@ -13,7 +13,8 @@ from config.errors import UserError
 from config.gpt_config import GPTConfig
 from engine import native
 from engine.steps.decode import fast_decode
-from engine.steps.native import _note_once, native_decode
+from engine.steps.agreement import note_once
+from engine.steps.native import native_decode
 from engine.pages.cache import PagedKVCache
 from engine.weights.quantize import quantize_weights
 from generate import Generation, Sampler
@@ -122,9 +123,7 @@ def test_logits_are_of_the_chunks_that_are_wanted(wide):
 def test_what_is_refused_writes_nothing(wide):
     cache, full = wide.new_cache(2, 64, 'float32'), wide.new_cache(2, 4).fill_(4)
     decode, of_full = native_decode(wide, cache), native_decode(wide, full)
-    longest = decode.longest_text
     for refused, error, message in (
-            (lambda: decode.extend([[1] * (longest + 1)], [1], [True]), UserError, None),
             (lambda: decode.extend([[1, 23]], [1], [True]), IndexError, '23.*0 to 22'),
             (lambda: decode.extend([[-1]], [1], [True]), IndexError, '-1.*0 to 22'),
             (lambda: decode(torch.tensor([[1], [23]])), IndexError, '23.*0 to 22'),
@@ -133,7 +132,7 @@ def test_what_is_refused_writes_nothing(wide):
         with pytest.raises(error, match=message):
             refused()
         assert cache.lengths.tolist() == [0, 0] and cache._step is None
-    assert decode.extend([[1] * longest], [1], [True]).shape == (1, 23)
+    assert decode.extend([[1] * decode.longest_text], [1], [True]).shape == (1, 23)
     full.reset([0])
     of_full(torch.tensor([[1], [1]]), [1, 0])
     assert full.lengths.tolist() == [1, 4]
@@ -218,7 +217,7 @@ def test_logits_that_are_not_finite_show_it(wide):
 def test_where_it_cannot_serve_the_model_does(fields, dtype, kv_dtype, named, capsys):
     """A note says why, once, if the reason is one of the settings."""
     model = random_model(GPTConfig(**WIDE | fields), dtype)
-    _note_once.cache_clear()
+    note_once.cache_clear()
     for _ in 'ab':
         assert native_decode(model, model.new_cache(1, 64, kv_dtype)) is None
     note = f'Note: the C++ decode step does not support {named}: plain torch decodes, slower\n'

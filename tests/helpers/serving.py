@@ -76,7 +76,8 @@ def assert_as_full_forwards_say(model, completion, params):
     for t, token in enumerate(tokens):
         drawn = sample_rows(logits[t:t + 1], [row])
         assert drawn.tokens.tolist() == [token], f'token {t} of {tokens}'
-        row.append(token)
+        row.n_drawn += 1
+        row.see(token)
         ends.append(token in params.stop_tokens)
     assert True not in ends[:-1] and len(tokens) <= params.max_new_tokens
     assert completion.finish_reason == ('stop' if ends[-1] else 'length') and completion.error == ''
