@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
+import extension
 from engine import native
 from engine.steps.decode import fast_decode
 from engine.steps.agreement import note_once
@@ -229,7 +230,7 @@ def test_where_it_cannot_serve_the_model_does(fields, dtype, kv_dtype, named, ca
 @pytest.fixture(scope='module')
 def built():
     """The file of the extension that this process uses."""
-    return native._compiled(native.HERE / 'decode.cpp')
+    return extension._compiled(native.SOURCE)
 
 
 @pytest.fixture
@@ -238,7 +239,7 @@ def quickly(built, monkeypatch):
     def copied(compiler, source, path):
         shutil.copy(built, path.with_suffix('.tmp'))
         path.with_suffix('.tmp').replace(path)
-    monkeypatch.setattr(native, '_compile', copied)
+    monkeypatch.setattr(extension, '_compile', copied)
 
 
 @pytest.fixture
@@ -246,7 +247,7 @@ def unbuilt(monkeypatch, tmp_path):
     """The state of a process that has not looked for the extension yet; an empty cache folder.
     It is compiled without optimization, which takes a quarter of the time."""
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
-    monkeypatch.setattr(native, 'FLAGS', ('-O0', *native.FLAGS[1:]))
+    monkeypatch.setattr(extension, 'FLAGS', ('-O0', *extension.FLAGS[1:]))
     native._library.cache_clear()
     yield tmp_path
     native._library.cache_clear()
@@ -259,10 +260,9 @@ def test_without_a_compiler_torch_serves(wide, unbuilt, monkeypatch, capsys, com
     if compiler:
         monkeypatch.setenv('CXX', compiler)
     else:
-        monkeypatch.setattr(native, 'FLAGS', (*native.FLAGS, '-DINLINE='))
-        monkeypatch.setattr(native, 'HERE', unbuilt / 'sources')
-        native.HERE.mkdir()
-        (native.HERE / 'decode.cpp').write_text('#error "this cannot be"\n')
+        monkeypatch.setattr(extension, 'FLAGS', (*extension.FLAGS, '-DINLINE='))
+        monkeypatch.setattr(native, 'SOURCE', unbuilt / 'decode.cpp')
+        native.SOURCE.write_text('#error "this cannot be"\n')
     cache = wide.new_cache(1, 50)
     assert fast_decode(wide, cache) is None and fast_decode(wide, cache) is None
     notes = capsys.readouterr().err
@@ -284,7 +284,7 @@ def test_it_is_compiled_once_and_kept(unbuilt, quickly, monkeypatch):
     assert native.library() is not None
     [made] = (unbuilt / 'nanokv' / 'native').iterdir()
     native._library.cache_clear()
-    monkeypatch.setattr(native, '_compile', lambda *_: pytest.fail('compiled again'))
+    monkeypatch.setattr(extension, '_compile', lambda *_: pytest.fail('compiled again'))
     assert native.library() is not None and made.suffix == '.so'
 
 
@@ -311,8 +311,8 @@ def test_no_program_of_another_user_is_loaded(unbuilt, quickly, monkeypatch, cap
         made.symlink_to(unbuilt / 'elsewhere.so')
     else:
         made.chmod(0o777)
-    compiled, loaded = [], native._compile
-    monkeypatch.setattr(native, '_compile', lambda *args: compiled.append(loaded(*args)))
+    compiled, loaded = [], extension._compile
+    monkeypatch.setattr(extension, '_compile', lambda *args: compiled.append(loaded(*args)))
     assert native.library() is not None and len(compiled) == 1
     assert not made.is_symlink() and (mode(folder), mode(made)) == (0o700, 0o700)
 
@@ -322,5 +322,5 @@ def test_a_relative_cache_folder_is_ignored(unbuilt, monkeypatch):
     monkeypatch.chdir(unbuilt)
     monkeypatch.setenv('XDG_CACHE_HOME', '.')
     monkeypatch.setenv('HOME', str(unbuilt / 'home'))
-    monkeypatch.setattr(native, '_compile', lambda compiler, source, path: 0)
-    assert native._compiled(native.HERE / 'decode.cpp').is_relative_to(unbuilt / 'home')
+    monkeypatch.setattr(extension, '_compile', lambda compiler, source, path: 0)
+    assert extension._compiled(native.SOURCE).is_relative_to(unbuilt / 'home')

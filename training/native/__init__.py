@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from attention import causal_attention
 from attention.rope import norm_and_rotate
-from engine import native
+import extension
 
 WIDEST = 1024  # head_dim
 
@@ -40,14 +40,14 @@ class Norm(ctypes.Structure):
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The extension, compiled if necessary; None, after a note, if that is not possible."""
-    return native.opened(Path(__file__).with_name('train.cpp'), _checked)
+    return extension.opened(Path(__file__).with_name('train.cpp'), _checked)
 
 
 def _checked(found):
     found.nanokv_train_sizes.restype = ctypes.c_int64
     for k, struct in enumerate((Attention, Norm)):
         if found.nanokv_train_sizes(ctypes.c_int64(k)) != ctypes.sizeof(struct):
-            raise native.Unavailable(f'{struct.__name__} has a different size in the extension')
+            raise extension.Unavailable(f'{struct.__name__} has a different size in the extension')
     return found
 
 
@@ -263,5 +263,6 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        dx, dgain = torch.ops.nanokv.norm_backward(_contiguous_rows(dy), *ctx.saved_tensors, ctx.eps)
+        dx, dgain = torch.ops.nanokv.norm_backward(
+            _contiguous_rows(dy), *ctx.saved_tensors, ctx.eps)
         return dx, dgain, None, None, None

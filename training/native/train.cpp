@@ -1,6 +1,6 @@
 // What a training step does beside its matmuls on a CPU: attention forward and backward, GELU,
 // QK-norm with RoPE. Each operation is one pass over memory, or one over tiles that stay in a core's
-// cache. Vectors and exp are those of the decode step (engine/native/kernels.h).
+// cache. Vectors and exp are those of the decode step (extension/kernels.h).
 #include <vector>
 
 #include "kernels.h"
