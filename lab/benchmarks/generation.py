@@ -30,9 +30,8 @@ def run(s, data_root: Path) -> dict:
         config.gelu = 'tanh'  # OpenAI's GPT-2's
     engines.check_vanilla(config, s.against)
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        if s.against == 'nanogpt':
-            folder = s.nanogpt
+        folder = (s.nanogpt if s.against == 'nanogpt' else
+                  stack.enter_context(tempfile.TemporaryDirectory()))
         ours = with_biases(config)
         try:
             peer = PEERS[s.against](ours, folder, stack)

@@ -33,11 +33,17 @@ AGAINST = {  # mode -> what it can be compared with
 
 
 def check_against(s) -> None:
-    """Raise UserError if the mode does not support the given comparison."""
+    """Raise UserError if the mode does not support the given comparison, or ignores a setting."""
     allowed = AGAINST.get(s.mode, ())
     if s.against and s.against not in allowed:
         named = ', '.join(map(repr, allowed)) or 'nothing'
         raise UserError(f'against={s.against!r}: mode={s.mode!r} is compared with {named}')
+    used = {'nanogpt': (s.against == 'nanogpt', "with against='nanogpt'"),
+            'budget': (s.mode == 'decode', "in mode='decode'"),
+            'profile': (s.mode == 'train' and not s.against, "in mode='train' without against")}
+    for name, (has_effect, where) in used.items():
+        if getattr(s, name) and not has_effect:
+            raise UserError(f'{name}={getattr(s, name)!r}: has an effect only {where}')
 
 
 def compiles(s) -> bool:

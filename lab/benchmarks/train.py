@@ -67,19 +67,18 @@ def training_steps(s, data_root: Path, theirs: bool = False) -> TrainingSteps:
                          compiled=s.compile)
 
 
-def run_steps(step, n: int) -> list[float]:
-    """Return the seconds of each of `n` steps."""
-    seconds = []
+def run_steps(step, n: int):
+    """Yield the seconds of each of `n` steps."""
     for k in range(n):
-        seconds.append(step())
+        seconds = step()
         print(f'{k}/{n} loss: {step.losses[-1]:.4f}', flush=True)
-    return seconds
+        yield seconds
 
 
 def compared(ours, theirs, s) -> tuple[list[float], dict]:
     """Mean seconds of our steps in each turn, alternating with nanoGPT's every IN_TURN steps; our
     tokens per second divided by nanoGPT's, summarized over the turns."""
-    run_steps(theirs, BURN_IN)
+    list(run_steps(theirs, BURN_IN))
     turns = [(sum(run_steps(ours, IN_TURN)), sum(run_steps(theirs, IN_TURN)))
              for _ in range(TIMED // IN_TURN)]
     ratio = clock.summary(other / own for own, other in turns)
@@ -93,13 +92,10 @@ def compared(ours, theirs, s) -> tuple[list[float], dict]:
 def profile(step) -> None:
     """Profile with nanoGPT's schedule: 5 steps without profiler, 5 to warm it up, 5 recorded.
     Prints a table and writes a trace."""
-    steps = schedule(wait=5, warmup=5, active=5, repeat=1)
     write_trace = tensorboard_trace_handler(str(TRACES), worker_name='bench')
-    with torch.profiler.profile(schedule=steps, with_flops=True,
-                                on_trace_ready=write_trace) as profiler:
-        for k in range(15):
-            step()
-            print(f'{k}/15 loss: {step.losses[-1]:.4f}', flush=True)
+    with torch.profiler.profile(schedule=schedule(wait=5, warmup=5, active=5, repeat=1),
+                                with_flops=True, on_trace_ready=write_trace) as profiler:
+        for _ in run_steps(step, 15):
             profiler.step()
     slowest = f'self_{"device" if step.device.type == "cuda" else "cpu"}_time_total'
     print(profiler.key_averages().table(sort_by=slowest, row_limit=15, max_name_column_width=40))
@@ -121,12 +117,12 @@ def run(s, data_root: Path) -> dict:
         profile(step)
         return document | {'trace': str(TRACES)}
 
-    run_steps(step, BURN_IN)
+    list(run_steps(step, BURN_IN))
     if theirs:
         seconds, found = compared(step, theirs, s)
         document |= found
     else:
-        seconds = run_steps(step, TIMED)
+        seconds = list(run_steps(step, TIMED))
 
     mean = statistics.fmean(seconds)
     mfu = step.model.estimate_mfu(s.batch_size, mean)
@@ -138,6 +134,5 @@ def run(s, data_root: Path) -> dict:
     ms = clock.summary(1000 * x for x in seconds)
     return document | {
         'first_loss': step.losses[0], 'last_loss': step.losses[-1], 'mean_ms': 1000 * mean,
-        'median_ms': ms['median'],
-        'tokens_per_second': rate, 'mfu': mfu, 'model_tflops_per_second': tflops,
-        'step_ms': ms['each']}
+        'median_ms': ms['median'], 'step_ms': ms['each'], 'tokens_per_second': rate,
+        'mfu': mfu, 'model_tflops_per_second': tflops}

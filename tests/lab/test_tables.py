@@ -1,7 +1,6 @@
 """lab/tables.py: tables fit the terminal without cutting off numbers."""
 import io
 
-import pytest
 from rich.console import Console
 
 from lab.tables import Table
@@ -23,10 +22,9 @@ def test_trailing_columns_that_do_not_fit_are_named():
     assert lines[-1] == '(no room for: against the row above)'
 
 
-@pytest.mark.parametrize('width', [60, 45])
-def test_words_are_wrapped_and_no_number_is_cut(width):
-    lines = printed(width)
-    assert max(map(len, lines)) <= width
+def test_words_are_wrapped_and_no_number_is_cut():
+    lines = printed(45)
+    assert max(map(len, lines)) <= 45
     text = ' '.join(lines)
     words = [word for row in TABLE.rows for cell in row for word in cell.split()]
     assert '…' not in text and all(word in text for word in words)

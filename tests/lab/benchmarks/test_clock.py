@@ -28,10 +28,8 @@ def costs(fake_clock, model, seconds):
 
 def test_sides_take_turns_and_the_first_round_is_not_kept():
     order = []
-
-    def side(name):
-        return lambda: order.append(name) or len(order)
-    found = clock.alternate({'a': side('a'), 'b': side('b')}, 3, 'test')
+    sides = {name: lambda name=name: order.append(name) or len(order) for name in 'ab'}
+    found = clock.alternate(sides, 3, 'test')
     assert order == ['a', 'b'] * 4
     assert found == {'a': [3, 5, 7], 'b': [4, 6, 8]}
 
