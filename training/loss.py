@@ -19,12 +19,29 @@ def rows_at_a_time(vocab_size: int, device: str) -> int:
     return max(1, CHUNK_BYTES.get(device, CHUNK_BYTES['cpu']) // (4 * vocab_size))
 
 
-def linear_cross_entropy(x, weight, targets, ignore_index: int = -1) -> torch.Tensor:
+def softmax_gradients(logits, targets, ignore_index: int, differentiated: bool):
+    """Return the sum of the losses of logits (rows, V), which are overwritten, and its gradient
+    (rows, V), or None if that is not wanted. targets: (rows,)."""
+    counted = (targets != ignore_index)[:, None]
+    targets = targets[:, None].where(counted, 0)
+    most, hit = logits.amax(1, keepdim=True), logits.gather(1, targets)
+    p = logits.sub_(most).exp_()
+    norm, counts = p.sum(1, keepdim=True), counted.to(p.dtype)
+    # `where` instead of indexing: shapes do not depend on data
+    total = (most + norm.log() - hit).where(counted, 0).sum()
+    if not differentiated:
+        return total, None
+    return total, p.mul_(counts / norm).scatter_add_(1, targets, -counts)
+
+
+def linear_cross_entropy(x, weight, targets, ignore_index: int = -1,
+                         gradients=softmax_gradients) -> torch.Tensor:
     """Return the mean cross-entropy of the logits `x @ weight.T`, in float32 even under autocast.
 
     Args:
         x: (N, C). weight: (V, C). targets: (N,) int64; targets equal to `ignore_index` are ignored
             (NaN if all are).
+        gradients: a faster `softmax_gradients`, which is then used for any number of tokens.
     Raises:
         RuntimeError: if it is backpropagated a second time.
     """
@@ -32,20 +49,19 @@ def linear_cross_entropy(x, weight, targets, ignore_index: int = -1) -> torch.Te
     rows = rows_at_a_time(weight.size(0), device)
     if torch.compiler.is_compiling():
         rows = max(rows, -(-x.size(0) // MOST_COMPILED))
-    if x.size(0) <= rows:
+    if x.size(0) <= rows and gradients is softmax_gradients:
         return cross_entropy(F.linear(x, weight), targets, ignore_index)
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     with torch.autocast(device, enabled=False):
         return _Chunked.apply(x, weight, targets, ignore_index, rows, dtype,
-                              torch.is_grad_enabled())
+                              torch.is_grad_enabled(), gradients)
 
 
 class _Chunked(torch.autograd.Function):
 
     @staticmethod
-    def forward(ctx, x, weight, targets, ignore_index, rows, dtype, differentiated):
-        w, counted = weight.to(dtype), targets != ignore_index
-        n, counted, targets = counted.sum(), counted[:, None], targets.where(counted, 0)[:, None]
+    def forward(ctx, x, weight, targets, ignore_index, rows, dtype, differentiated, gradients):
+        w, n = weight.to(dtype), (targets != ignore_index).sum()
         # at least float32 whatever the matmuls use, because chunks are accumulated
         full = torch.promote_types(weight.dtype, torch.float32)
         total = x.new_zeros((), dtype=full)
@@ -55,22 +71,17 @@ class _Chunked(torch.autograd.Function):
             chunk = slice(first, first + rows)
             xc = x[chunk].to(dtype)
             logits = F.linear(xc, w).to(full)                                      # (rows, V)
-            most, hit = logits.amax(1, keepdim=True), logits.gather(1, targets[chunk])
-            # in place from here on: one (rows, V) tensor in memory
-            p = logits.sub_(most).exp_()
-            norm, counts = p.sum(1, keepdim=True), counted[chunk].to(full)
-            # `where` instead of indexing: shapes do not depend on data
-            total += (most + norm.log() - hit).where(counted[chunk], 0).sum()
+            # in place: one (rows, V) tensor in memory
+            loss, d = gradients(logits, targets[chunk], ignore_index, differentiated)
+            total += loss
             if differentiated:
-                # d loss / d logits without the factor 1 / n, which would underflow in float16
-                d = p.mul_(counts / norm).scatter_add_(1, targets[chunk], -counts).to(dtype)
+                d = d.to(dtype)  # without the factor 1 / n, which would underflow in float16
                 grad_x[chunk] = (d @ w).to(full)
                 if dtype == full:
                     grad_w.addmm_(d.t(), xc)
                 else:
                     grad_w += d.t() @ xc
-                del d
-            del logits, p  # free them before the next chunk
+            del logits, d  # free them before the next chunk
         if differentiated:
             ctx.save_for_backward(grad_x.div_(n).to(x.dtype), grad_w.div_(n).to(weight.dtype))
         return total / n
@@ -79,4 +90,4 @@ class _Chunked(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         grad_x, grad_w = ctx.saved_tensors
-        return grad_x * grad, grad_w * grad, None, None, None, None, None
+        return grad_x * grad, grad_w * grad, None, None, None, None, None, None

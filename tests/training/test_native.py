@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from attention import causal_attention
 from attention.causal import expand_heads, math_attention
@@ -14,7 +15,7 @@ from attention.rope import RotaryTable, apply_rope
 from config.gpt_config import GPTConfig
 from model import GPT
 from tests.helpers.models import FULL_STACK, VOCAB
-from training import native
+from training import loss, native
 from training.recompute import set_recompute
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason='it needs a C++ compiler')
@@ -128,6 +129,29 @@ def test_norm_and_rotation_are_what_float64_gives(D, rotate):
 
 
 VANILLA = dict(n_layer=2, n_head=4, n_embd=24, block_size=64, vocab_size=VOCAB)
+@pytest.mark.parametrize('N, V', [(50, 37), (300, 1024), (9, 5)])
+def test_cross_entropy_is_what_float64_gives(N, V):
+    torch.manual_seed(V)
+    x, weight, targets = torch.randn(N, 24), torch.randn(V, 24), torch.randint(V, (N,))
+    targets[3] = -1
+
+    def plain(x, weight):
+        return F.cross_entropy(x @ weight.T, targets, ignore_index=-1)
+
+    def ours(x, weight):
+        return loss.linear_cross_entropy(x, weight, targets, gradients=native.softmax_gradients)
+    assert_as_close_as_torch(ours, plain, plain, (x, weight))
+    with torch.no_grad():
+        assert ours(x, weight) == pytest.approx(plain(x, weight).item(), rel=1e-6)
+    for bad in (V, -2):
+        targets[0] = bad
+        with pytest.raises(IndexError, match=f'logits of 0 to {V - 1}'):
+            ours(x, weight)
+    x[1] = torch.nan
+    targets[0] = 0
+    assert ours(x, weight).isnan()
+
+
 MECHANISMS = dict(
     vanilla=VANILLA, full=FULL_STACK, sink=dict(FULL_STACK, attn_sink=True),
     offset=dict(FULL_STACK, head_dim=8, key_offset=True), tied=dict(FULL_STACK, kv_tied='all'),
@@ -140,15 +164,16 @@ def losses_and_gradients(model, T, policy='none'):
     torch.manual_seed(2)
     idx, targets = torch.randint(model.config.vocab_size, (2, 3, T))
     model.zero_grad()
-    loss = model(idx, targets)[1]
-    loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+    value = model(idx, targets)[1]
+    value.backward()
+    return value.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize('name', MECHANISMS)
 def test_models_train_as_in_plain_torch(name):
     torch.manual_seed(1)
     model = GPT(GPTConfig(**MECHANISMS[name])).train()
+    model.loss_fn = loss.linear_cross_entropy
     T = model.config.block_size
     plain = losses_and_gradients(model, T)
     native.speed_up(model)
@@ -157,8 +182,8 @@ def test_models_train_as_in_plain_torch(name):
     for key, grad in plain[1].items():
         torch.testing.assert_close(found[1][key], grad, atol=2e-5, rtol=1e-3, msg=key)
     for policy in ('none', 'selective', 'block', 'mlp'):  # the same bits, and with recomputation
-        loss, grads = losses_and_gradients(model, T, policy)
-        assert loss == found[0]
+        value, grads = losses_and_gradients(model, T, policy)
+        assert value == found[0]
         assert all(torch.equal(grads[key], grad) for key, grad in found[1].items()), policy
 
 
@@ -166,8 +191,8 @@ def test_what_it_does_not_take_is_torchs():
     model = GPT(GPTConfig(**FULL_STACK)).double()
     plain = losses_and_gradients(model, 32)
     native.speed_up(model)
-    loss, grads = losses_and_gradients(model, 32)
-    assert loss == plain[0] and all(torch.equal(grads[key], x) for key, x in plain[1].items())
+    value, grads = losses_and_gradients(model, 32)
+    assert value == plain[0] and all(torch.equal(grads[key], x) for key, x in plain[1].items())
 
 
 def test_who_uses_it(monkeypatch, capsys):

@@ -1,5 +1,5 @@
-"""What a training step does beside its matmuls, in C++ on a CPU (train.cpp): attention, GELU, and
-QK-norm with RoPE, forward and backward in float32.
+"""What a training step does beside its matmuls, in C++ on a CPU (train.cpp): attention, QK-norm
+with RoPE, GELU and cross-entropy, forward and backward in float32.
 
 They are torch operators (`torch.ops.nanokv`), so that recomputation sees attention and memory is
 predicted from tensors without data. Every function here does the same in plain torch if it is
@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from attention import causal_attention
 from attention.rope import norm_and_rotate
 import extension
+from training import loss
 
 WIDEST = 1024  # head_dim
 
@@ -66,6 +67,8 @@ def speed_up(model) -> None:
         if block.attn.attend is causal_attention:
             block.attn.attend = attend
         block.mlp.gelu.__class__ = GELU
+    if model.loss_fn is loss.linear_cross_entropy:
+        model.loss_fn = functools.partial(model.loss_fn, gradients=softmax_gradients)
 
 
 def _takes(*tensors) -> bool:
@@ -191,6 +194,19 @@ def norm_backward(dy, x, gain, cos, sin, eps):
     return dx, dgain
 
 
+@operator('cross_entropy(Tensor(a!) logits, Tensor targets, int ignored) -> Tensor',
+          lambda logits, targets, ignored: logits.new_empty(logits.size(0)))
+def cross_entropy(logits, targets, ignored):
+    """The loss of each row of logits (rows, V), which become the gradients of their sum."""
+    (rows, n), (low, high) = logits.shape, targets.where(targets != ignored, 0).aminmax()
+    if low < 0 or high >= n:
+        raise IndexError(f'targets from {int(low)} to {int(high)}: there are logits of 0 to {n - 1}')
+    losses = logits.new_empty(rows)
+    library().nanokv_cross_entropy(*_pointers(logits, targets.contiguous(), losses),
+                                   *map(ctypes.c_int64, (rows, n, ignored)))
+    return losses
+
+
 # -- with gradients --------------------------------------------------------------------------------
 
 def attend(q, k, v, window: int = 0, dropout_p: float = 0.0, backend: str = 'auto', sink=None):
@@ -217,6 +233,13 @@ class _Attend(torch.autograd.Function):
         dq, dk, dv, dsink = torch.ops.nanokv.attention_backward(
             *ctx.saved_tensors, _contiguous_rows(dy), *ctx.how)
         return dq, dk, dv, dsink if ctx.needs_input_grad[3] else None, None, None
+
+
+def softmax_gradients(logits, targets, ignore_index: int, differentiated: bool):
+    """Like `training.loss.softmax_gradients`."""
+    if not _takes(logits) or not logits.is_contiguous():
+        return loss.softmax_gradients(logits, targets, ignore_index, differentiated)
+    return torch.ops.nanokv.cross_entropy(logits, targets, ignore_index).sum(), logits
 
 
 class GELU(nn.GELU):

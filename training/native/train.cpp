@@ -1,5 +1,5 @@
-// What a training step does beside its matmuls on a CPU: attention forward and backward, GELU,
-// QK-norm with RoPE. Each operation is one pass over memory, or one over tiles that stay in a core's
+// What a training step does beside its matmuls on a CPU, forward and backward: attention, QK-norm
+// with RoPE, GELU and cross-entropy. Each operation is one pass over memory, or one over tiles that stay in a core's
 // cache. Vectors and exp are those of the decode step (extension/kernels.h).
 #include <vector>
 
@@ -439,6 +439,45 @@ extern "C" void nanokv_norm_backward(const Norm* args) {
         double total = 0;
         for (const auto& sum : sums) total += sum[d];
         a.dgain[d] = (float)total;
+    }
+}
+
+// -- cross-entropy --------------------------------------------------------------------------------
+
+// Replace logits (rows, n) by the gradients of the sum of the losses; losses: (rows,). Both are 0 in
+// a row whose target is `ignored`.
+extern "C" void nanokv_cross_entropy(float* logits, const int64_t* targets, float* losses,
+                                     int64_t rows, int64_t n, int64_t ignored) {
+    #pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        float* x = logits + row * n;
+        const int64_t target = targets[row], whole = n / LANES * LANES;
+        if (target == ignored) {
+            std::fill(x, x + n, 0.0f);
+            losses[row] = 0;
+            continue;
+        }
+        const float hit = x[target];
+        float most = -INFINITY, lanes[LANES], total = 0;
+        f16x most16 = f16x{} - INFINITY, total16 = {};
+        for (int64_t i = 0; i < whole; i += LANES) {
+            f16x y = load(x + i);
+            most16 = select(y > most16, y, most16);
+        }
+        store(lanes, most16);
+        for (float y : lanes) most = std::max(most, y);
+        for (int64_t i = whole; i < n; i++) most = std::max(most, x[i]);
+
+        for (int64_t i = 0; i < whole; i += LANES) {
+            f16x e = exp16(load(x + i) - most);
+            store(x + i, e);
+            total16 += e;
+        }
+        for (int64_t i = whole; i < n; i++) total += x[i] = std::exp(x[i] - most);
+        total += sum(total16);
+        losses[row] = most + std::log(total) - hit;
+        for (int64_t i = 0; i < n; i++) x[i] *= 1 / total;
+        x[target] -= 1;
     }
 }
 
