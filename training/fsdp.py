@@ -53,7 +53,11 @@ def shard(model, ranks, dtype: torch.dtype, compiled: bool = False, empty: bool 
 
 def full(x: torch.Tensor) -> torch.Tensor:
     """Return a DTensor's full value on every process; other tensors unchanged."""
-    return x.full_tensor() if hasattr(x, 'full_tensor') else x
+    return x.full_tensor() if is_sharded(x) else x
+
+
+def is_sharded(x: torch.Tensor) -> bool:
+    return hasattr(x, 'full_tensor')
 
 
 def like(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 import attention.kernels.flex
+import training.native  # noqa: F401  (defines torch.ops.nanokv)
 from config.errors import UserError
 from config.sizes import available_memory, nice_bytes
 from kv.parts import tensor_nbytes
@@ -33,6 +34,8 @@ for suffix in ('', '_backward'):
     name = '_scaled_dot_product_flash_attention'
     cpu_op = getattr(aten, f'{name}_for_cpu{suffix}')
     FLOPS[cpu_op] = flop_registry[getattr(aten, name + suffix)]
+FLOPS[torch.ops.nanokv.attention] = lambda q, *_, out_val: 4 * q.numel() * q.size(2)
+FLOPS[torch.ops.nanokv.attention_backward] = lambda q, *_, out_val: 10 * q.numel() * q.size(2)
 
 
 @dataclass(frozen=True)

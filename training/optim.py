@@ -14,9 +14,10 @@ import math
 import torch
 
 from config.errors import UserError
-from training.fsdp import like
+from training.fsdp import is_sharded, like
 from training.host_optimizer import HostAdamW
 
+TOGETHER = 2 ** 21  # numbers in the matrices that Muon orthogonalizes together
 ON_HOST = 'adamw on the host'
 
 
@@ -54,8 +55,11 @@ def make_optimizer(model, s, device_type: str) -> torch.optim.Optimizer:
     groups[0]['params'] = [p for p in groups[0]['params'] if id(p) not in blocks]
     print(f'using Muon for {len(matrices)} matrices of blocks, with '
           f'{sum(p.numel() for p in matrices):,} parameters, and AdamW for the others')
-    muon = torch.optim.Muon(matrices, lr=s.learning_rate, weight_decay=s.weight_decay,
-                            momentum=s.muon_momentum, adjust_lr_fn='match_rms_adamw')
+    # torch's orthogonalizes in bfloat16, which few processors multiply fast
+    in_float32 = s.dtype == 'auto' and device_type == 'cpu' and not is_sharded(matrices[0])
+    kind = Float32Muon if in_float32 else torch.optim.Muon
+    muon = kind(matrices, lr=s.learning_rate, weight_decay=s.weight_decay,
+                momentum=s.muon_momentum, adjust_lr_fn='match_rms_adamw')
     return CombinedOptimizer(muon, torch.optim.AdamW(groups, **options))
 
 
@@ -78,6 +82,56 @@ def _adamw8bit():
         raise UserError("optimizer='adamw8bit' needs the torchao package: "
                         "pip install -e '.[int8]'") from e
     return AdamW8bit
+
+
+class Float32Muon(torch.optim.Muon):
+    """Muon in float32, for CPUs; matrices of one shape are orthogonalized together. The state is
+    that of torch's, whose learning rates it keeps (`match_rms_adamw`)."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            shapes = {}
+            for p in group['params']:
+                if p.grad is not None:
+                    shapes.setdefault(p.shape, []).append(p)
+            for shape, params in shapes.items():
+                n = max(1, TOGETHER // shape.numel())
+                for start in range(0, len(params), n):
+                    self._step(params[start:start + n], group)
+
+    def _step(self, params, group):
+        momentum, updates = group['momentum'], []
+        for p in params:
+            buffer = self.state[p].setdefault('momentum_buffer', torch.zeros_like(p.grad))
+            buffer.lerp_(p.grad, 1 - momentum)
+            updates.append(p.grad.lerp(buffer, momentum))
+        updates = orthogonalized(torch.stack(updates), group['ns_coefficients'],
+                                 group['ns_steps'], group['eps'])
+        rate = group['lr'] * 0.2 * math.sqrt(max(params[0].shape))
+        for p, update in zip(params, updates):
+            p.mul_(1 - group['lr'] * group['weight_decay']).add_(update, alpha=-rate)
+
+
+def orthogonalized(x, coefficients, steps: int, eps: float) -> torch.Tensor:
+    """Newton-Schulz iterations (Jordan et al. 2024) on matrices x (n, r, c), in float32.
+
+    An iteration multiplies x by p = a + b g + c g^2, where g = x x^T. So x is needed only at the
+    start and at the end: between them the iterations multiply g by p twice, and their product q by
+    p, which are matrices as small as the shorter side.
+    """
+    if x.size(1) > x.size(2):
+        return orthogonalized(x.mT, coefficients, steps, eps).mT
+    a, b, c = coefficients
+    x = x / x.flatten(1).norm(dim=1).clamp(min=eps)[:, None, None]
+    g, eye = x @ x.mT, torch.eye(x.size(1))
+    q = eye.expand_as(g)
+    for step in range(steps):
+        p = torch.baddbmm(g, g, g, beta=b, alpha=c).add_(eye, alpha=a)
+        q = p @ q if step else p
+        if step < steps - 1:
+            g = p @ g @ p
+    return q @ x
 
 
 class CombinedOptimizer(torch.optim.Optimizer):

@@ -18,6 +18,7 @@ from config.errors import UserError
 from config.gpt_config import GPTConfig
 from model import GPT
 from tests.helpers.mechanisms import CHANGES
+from training import native
 from training.device import autocast
 from training.int8_forward import train_for_int8
 from training.loss import linear_cross_entropy
@@ -45,12 +46,12 @@ def _small_chunks(monkeypatch):
     monkeypatch.setitem(training.loss.CHUNK_BYTES, 'cpu', 50 * V * 4)
 
 
-def planned(config, dtype=F32, device='cpu', **changes):
+def planned(config, torch_dtype=F32, device='cpu', **changes):
     s = SimpleNamespace(**dict(
         gradient_accumulation_steps=1, compile=False, batch_size=B, block_size=config.block_size,
         chunked_loss=True, attention_backend='auto', optimizer='adamw', offload_optimizer=False,
-        int8_forward=False, attention_z_loss=0.0) | changes)
-    return Plans(s, config, torch.device(device), dtype)
+        int8_forward=False, attention_z_loss=0.0, dtype='float32') | changes)
+    return Plans(s, config, torch.device(device), torch_dtype)
 
 
 def measured_with(model, policy, dtype=F32, chunked_loss=True, **more):
@@ -79,6 +80,18 @@ def test_predicted_is_measured_to_the_byte(config, dtype, chunked, policies):
         assert plans.memory(policy) == measured
         assert measured.policy == policy
         assert measured.peak > measured.parameters + measured.optimizer + measured.activations > 0
+
+
+@pytest.mark.skipif(native.library() is None, reason='it needs a C++ compiler')
+@pytest.mark.parametrize('policy', POLICIES[:4])
+def test_predicted_is_measured_with_the_extension(policy):
+    config = GPTConfig(**SHAPES['full'], attn_sink=True)
+    model = GPT(config)
+    plain = measured_with(model, policy)
+    native.speed_up(model)
+    measured = measured_with(model, policy)
+    assert planned(config, dtype='auto').memory(policy) == measured
+    assert measured.peak <= plain.peak and measured.activations <= plain.activations
 
 
 @pytest.mark.parametrize('policy', ['none', 'block'])

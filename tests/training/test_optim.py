@@ -11,6 +11,7 @@ from model import GPT, GPTConfig
 from tests.helpers.mechanisms import CHANGES, STACK
 from tests.helpers.optim import assert_equal, backward, model_of, settings, step, weights
 from training.memory_use import state_bytes
+from training import optim
 from training.optim import (
     cooldown,
     learning_rate_at,
@@ -59,6 +60,40 @@ def test_together_they_do_what_each_does_alone():
             each.step()
             each.zero_grad()
         assert_equal(weights(model), weights(twin))
+
+
+def test_muon_in_float32_does_what_torchs_does_but_for_its_rounding(monkeypatch):
+    """Also where few matrices go together."""
+    monkeypatch.setattr(optim, 'TOGETHER', 64 * 64)
+    monkeypatch.setattr(torch.optim._muon, '_zeropower_via_newtonschulz',
+                        lambda x, *how: optim.orthogonalized(x[None], *how)[0])
+    models = [model_of() for _ in range(2)]
+    optimizers = [make_optimizer(model, settings(dtype=dtype), 'cpu')
+                  for model, dtype in zip(models, ('auto', 'float32'))]
+    assert [type(each.parts[0]) for each in optimizers] == [optim.Float32Muon, torch.optim.Muon]
+    for seed in range(3):
+        for model, optimizer in zip(models, optimizers):
+            step(model, optimizer, seed)
+    found, wanted = map(weights, models)
+    for name in found:
+        torch.testing.assert_close(found[name], wanted[name], atol=2e-5, rtol=1e-4)
+    states = [optimizer.state_dict()['state'] for optimizer in optimizers]
+    assert [list(x) for x in states[0].values()] == [list(x) for x in states[1].values()]
+
+
+@pytest.mark.parametrize('rows, columns', [(40, 16), (16, 40), (24, 24)])
+def test_orthogonalization_is_what_float64_gives(rows, columns):
+    """Also of matrices with small singular values, whose squares float32 does not hold."""
+    torch.manual_seed(0)
+    a, b, c = coefficients = (3.4445, -4.7750, 2.0315)
+    low_rank = torch.randn(3, rows, 4) @ torch.randn(3, 4, columns)
+    for x in (torch.randn(3, rows, columns), low_rank + 1e-3 * torch.randn(3, rows, columns)):
+        u, s, vt = torch.linalg.svd(x.double(), full_matrices=False)
+        s = s / s.norm(dim=1, keepdim=True)
+        for _ in range(5):
+            s = a * s + b * s ** 3 + c * s ** 5
+        found = optim.orthogonalized(x, coefficients, 5, 1e-7)
+        torch.testing.assert_close(found.double(), u @ s.diag_embed() @ vt, atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize('name', ['muon', EIGHT_BIT])
