@@ -24,10 +24,10 @@ CORE_TOKENS = 15_500
 # number. These are the sizes of today; the aim is 24,000 lines without tests, 22,500 of tests.
 BUDGETS = {
     'train.py sample.py chat.py serve.py ablate.py bench.py': 1_030,
-    'lab/': 6_334,
+    'lab/': 6_410,
     'serving/': 1_454,
     'interop/': 1_804,
-    'training/': 4_237,
+    'training/': 4_238,
     'extension/': 84,
     'engine/': 4_972,
     'attention/kernels/': 815,

@@ -21,6 +21,7 @@ from lab.benchmarks.prefill import PrefillRound
 from lab.benchmarks.setting import numbers, processor
 from lab.benchmarks.steps import TrainingSteps
 from model import GPT
+from training import native
 from training.device import device_name, pick_device, pick_dtype
 from training.int8_training import train_in_int8
 from training.loss import linear_cross_entropy
@@ -167,6 +168,8 @@ class Speed:
             if s.int8_training:
                 with contextlib.redirect_stdout(io.StringIO()):
                     train_in_int8(model)
+            if native.wanted(s, self.device):
+                native.speed_up(model)
             self.models[key] = TrainingSteps(
                 model, s.batch_size, config.block_size, self.dtype,
                 lambda model: make_optimizer(model, s, self.device.type))

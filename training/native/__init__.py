@@ -198,9 +198,10 @@ def norm_backward(dy, x, gain, cos, sin, eps):
           lambda logits, targets, ignored: logits.new_empty(logits.size(0)))
 def cross_entropy(logits, targets, ignored):
     """The loss of each row of logits (rows, V), which become the gradients of their sum."""
-    (rows, n), (low, high) = logits.shape, targets.where(targets != ignored, 0).aminmax()
+    rows, n = logits.shape
+    low, high = map(int, targets.where(targets != ignored, 0).aminmax())
     if low < 0 or high >= n:
-        raise IndexError(f'targets from {int(low)} to {int(high)}: there are logits of 0 to {n - 1}')
+        raise IndexError(f'targets from {low} to {high}: there are logits of 0 to {n - 1}')
     losses = logits.new_empty(rows)
     library().nanokv_cross_entropy(*_pointers(logits, targets.contiguous(), losses),
                                    *map(ctypes.c_int64, (rows, n, ignored)))
