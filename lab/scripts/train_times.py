@@ -1,5 +1,5 @@
-"""Times of train.py's iterations on a CPU, optimizer included, in interleaved runs: dtype='auto' (C++
-kernels, Muon in float32), dtype='float32' (torch's), and another checkout.
+"""Times of train.py's iterations on a CPU, optimizer included, in interleaved runs: dtype=auto (C++
+kernels, Muon in float32), dtype=float32 (torch's), and another checkout.
 
     python lab/scripts/train_times.py > results/cpu/train-iterations-PROCESSOR.json
     python lab/scripts/train_times.py --before=../nanokv-f824aed > ...
