@@ -71,9 +71,9 @@ class Plans:
                 train_for_int8(self.model)
             if s.attention_z_loss:
                 add_z_loss(self.model, s.attention_z_loss)
-            if native.wanted(s, device):
-                native.speed_up(self.model)
         self.model.loss_fn = linear_cross_entropy if s.chunked_loss else None
+        if native.wanted(s, device):
+            native.speed_up(self.model)
         if s.attention_backend in ('math', 'sdpa'):  # the others need as much as 'auto'
             self.model.attention_backend = s.attention_backend
         self.policies = FASTEST_FIRST

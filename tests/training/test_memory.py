@@ -54,9 +54,11 @@ def planned(config, torch_dtype=F32, device='cpu', **changes):
     return Plans(s, config, torch.device(device), torch_dtype)
 
 
-def measured_with(model, policy, dtype=F32, chunked_loss=True, **more):
+def measured_with(model, policy, dtype=F32, chunked_loss=True, in_cpp=False, **more):
     set_recompute(model, policy)
     model.loss_fn = linear_cross_entropy if chunked_loss else None
+    if in_cpp:
+        native.speed_up(model)
     return measure(model, batch(), autocast(model.device, dtype), **more)
 
 
@@ -88,8 +90,7 @@ def test_predicted_is_measured_with_the_extension(policy):
     config = GPTConfig(**SHAPES['full'], attn_sink=True)
     model = GPT(config)
     plain = measured_with(model, policy)
-    native.speed_up(model)
-    measured = measured_with(model, policy)
+    measured = measured_with(model, policy, in_cpp=True)
     assert planned(config, dtype='auto').memory(policy) == measured
     assert measured.peak <= plain.peak and measured.activations <= plain.activations
 

@@ -60,8 +60,8 @@ def wanted(s, device: torch.device) -> bool:
 
 
 def speed_up(model) -> None:
-    """Let a GPT train with the extension, in place. Call it after `training.z_loss.add_z_loss`,
-    which needs all scores."""
+    """Let a GPT train with the extension, in place. Call it once `loss_fn` is set, and after
+    `training.z_loss.add_z_loss`, which needs all scores."""
     for block in model.transformer.h:
         block.attn.norm_and_rotate = normed_and_rotated
         if block.attn.attend is causal_attention:
@@ -109,40 +109,41 @@ def operator(schema: str, fake):
     return register
 
 
-def _empty_attention(q, k, v, sink, window, dropout, seed):
+def _empty_attention(q, k, v, sink, seed, window, dropout):
     return _like(q), q.new_empty(q.shape[:3])
 
 
-def _empty_gradients(q, k, v, sink, y, lse, dy, window, dropout, seed):
+def _empty_gradients(q, k, v, sink, seed, y, lse, dy, window, dropout):
     return _like(q), _like(k), _like(v), torch.empty_like(lse[0, :, 0])
 
 
-def _attention(q, k, v, window, dropout, seed, sink, lse, **heads) -> Attention:
+def _attention(q, k, v, sink, seed, window, dropout, lse, **heads) -> Attention:
     B, H, T, D = q.shape
     return Attention(**{name: _heads(x) for name, x in dict(q=q, k=k, v=v, **heads).items()},
                      lse=lse.data_ptr(), sink=_pointer(sink), B=B, H=H, Hkv=k.size(1), T=T, D=D,
-                     window=min(window or T, T), seed=seed, dropout=dropout)
+                     window=min(window or T, T), dropout=dropout,
+                     seed=0 if seed is None else int(seed))
 
 
-@operator('attention(Tensor q, Tensor k, Tensor v, Tensor? sink, int window, float dropout, '
-          'int seed) -> (Tensor, Tensor)', _empty_attention)
-def attention(q, k, v, sink, window, dropout, seed):
+@operator('attention(Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? seed, int window, '
+          'float dropout) -> (Tensor, Tensor)', _empty_attention)
+def attention(q, k, v, sink, seed, window, dropout):
     """Causal attention in a window (0 = none): y (B, H, T, D), and the logarithm of each softmax's
-    denominator (B, H, T). sink: (H,), or None."""
-    y, lse = _empty_attention(q, k, v, sink, window, dropout, seed)
-    call = _attention(q, k, v, window, dropout, seed, sink, lse, y=y)
+    denominator (B, H, T). sink: (H,), or None. seed: a number, with dropout."""
+    y, lse = _empty_attention(q, k, v, sink, seed, window, dropout)
+    call = _attention(q, k, v, sink, seed, window, dropout, lse, y=y)
     library().nanokv_attention(ctypes.byref(call))
     return y, lse
 
 
-@operator('attention_backward(Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor y, Tensor lse, '
-          'Tensor dy, int window, float dropout, int seed) -> (Tensor, Tensor, Tensor, Tensor)',
+@operator('attention_backward(Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? seed, Tensor y, '
+          'Tensor lse, Tensor dy, int window, float dropout) -> (Tensor, Tensor, Tensor, Tensor)',
           _empty_gradients)
-def attention_backward(q, k, v, sink, y, lse, dy, window, dropout, seed):
+def attention_backward(q, k, v, sink, seed, y, lse, dy, window, dropout):
     """The gradients of q, k, v, and of sink (0 without one)."""
-    dq, dk, dv, dsink = _empty_gradients(q, k, v, sink, y, lse, dy, window, dropout, seed)
+    dq, dk, dv, dsink = _empty_gradients(q, k, v, sink, seed, y, lse, dy, window, dropout)
     dsink.zero_()
-    call = _attention(q, k, v, window, dropout, seed, sink, lse, y=y, dy=dy, dq=dq, dk=dk, dv=dv)
+    call = _attention(q, k, v, sink, seed, window, dropout, lse, y=y, dy=dy, dq=dq, dk=dk, dv=dv)
     call.dsink = None if sink is None else dsink.data_ptr()
     library().nanokv_attention_backward(ctypes.byref(call))
     return dq, dk, dv, dsink
@@ -221,11 +222,11 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, sink, window, dropout):
-        seed = int(torch.randint(2 ** 62, ())) if dropout else 0
+        seed = torch.randint(2 ** 62, ()) if dropout else None
         q, k, v = map(_contiguous_rows, (q, k, v))
-        y, lse = torch.ops.nanokv.attention(q, k, v, sink, window, dropout, seed)
-        ctx.save_for_backward(q, k, v, sink, y, lse)
-        ctx.how = window, dropout, seed
+        y, lse = torch.ops.nanokv.attention(q, k, v, sink, seed, window, dropout)
+        ctx.save_for_backward(q, k, v, sink, seed, y, lse)
+        ctx.how = window, dropout
         return y
 
     @staticmethod
