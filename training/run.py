@@ -110,7 +110,7 @@ class Run:
         print(describe_attention(model, self.dtype, model.config.dropout))
         if native.wanted(s, self.device):
             native.speed_up(model)
-            print("attention, QK-norm, GELU and loss: C++ (dtype='float32' uses torch's)")
+            print("kernels for training on a CPU: C++ (dtype='float32' uses torch's)")
         print(f'number of parameters: {model.get_num_params() / 1e6:.2f}M')
 
     def _compile_and_distribute(self):

@@ -187,6 +187,21 @@ def test_models_train_as_in_plain_torch(name):
         assert all(torch.equal(grads[key], grad) for key, grad in found[1].items()), policy
 
 
+def test_in_bfloat16_attention_is_in_float32():
+    torch.manual_seed(1)
+    model = GPT(GPTConfig(**FULL_STACK))
+    model.loss_fn = loss.linear_cross_entropy
+    _, wanted = losses_and_gradients(model, 64)
+
+    def errors():
+        with torch.autocast('cpu', torch.bfloat16):
+            _, grads = losses_and_gradients(model, 64)
+        return sum(float((grads[name] - x).square().sum()) for name, x in wanted.items()) ** 0.5
+    plain = errors()
+    native.speed_up(model)
+    assert 0 < errors() < plain
+
+
 def test_what_it_does_not_take_is_torchs():
     model = GPT(GPTConfig(**FULL_STACK)).double()
     plain = losses_and_gradients(model, 32)
@@ -196,11 +211,11 @@ def test_what_it_does_not_take_is_torchs():
 
 
 def test_who_uses_it(monkeypatch, capsys):
-    for dtype, device, compiled in itertools.product(('auto', 'float32'), ('cpu', 'cuda'),
-                                                     (False, True)):
+    for dtype, device, compiled in itertools.product(('auto', 'bfloat16', 'float32', 'float16'),
+                                                     ('cpu', 'cuda'), (False, True)):
         s = SimpleNamespace(dtype=dtype, compile=compiled)
         assert native.wanted(s, torch.device(device)) == (
-            (dtype, device, compiled) == ('auto', 'cpu', False))
+            dtype in ('auto', 'bfloat16') and device == 'cpu' and not compiled)
     native.library.cache_clear()
     monkeypatch.setenv('CXX', 'no-such-compiler')
     try:

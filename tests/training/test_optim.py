@@ -65,6 +65,7 @@ def test_together_they_do_what_each_does_alone():
 def test_muon_in_float32_does_what_torchs_does_but_for_its_rounding(monkeypatch):
     """Also where few matrices go together."""
     monkeypatch.setattr(optim, 'TOGETHER', 64 * 64)
+    monkeypatch.setattr(optim, 'multiplies_bfloat16', lambda: False)
     monkeypatch.setattr(torch.optim._muon, '_zeropower_via_newtonschulz',
                         lambda x, *how: optim.orthogonalized(x[None], *how)[0])
     models = [model_of() for _ in range(2)]

@@ -1,5 +1,6 @@
 """What a training step does beside its matmuls, in C++ on a CPU (train.cpp): attention, QK-norm
-with RoPE, GELU and cross-entropy, forward and backward in float32.
+with RoPE, GELU and cross-entropy, forward and backward in float32. (Of models in bfloat16 only
+attention and cross-entropy.)
 
 They are torch operators (`torch.ops.nanokv`), so that recomputation sees attention and memory is
 predicted from tensors without data. Every function here does the same in plain torch if it is
@@ -53,10 +54,11 @@ def _checked(found):
 
 
 def wanted(s, device: torch.device) -> bool:
-    """Whether a run with settings `s` uses the extension: on a CPU with dtype='auto', unless it is
-    compiled. dtype='float32' is torch's own arithmetic, whose losses are the same to the last bit
-    whatever this version of the extension computes."""
-    return s.dtype == 'auto' and device.type == 'cpu' and not s.compile and library() is not None
+    """Whether a run with settings `s` uses the extension: on a CPU with dtype='auto' or 'bfloat16',
+    unless it is compiled. dtype='float32' is torch's own arithmetic, whose losses are the same to
+    the last bit whatever this version of the extension computes."""
+    return (s.dtype in ('auto', 'bfloat16') and device.type == 'cpu' and not s.compile
+            and library() is not None)
 
 
 def speed_up(model) -> None:
@@ -212,7 +214,11 @@ def cross_entropy(logits, targets, ignored):
 # -- with gradients --------------------------------------------------------------------------------
 
 def attend(q, k, v, window: int = 0, dropout_p: float = 0.0, backend: str = 'auto', sink=None):
-    """Like `attention.causal_attention`; backends other than 'auto' are torch's."""
+    """Like `attention.causal_attention`; backends other than 'auto' are torch's. bfloat16 is
+    converted: the backward pass of torch's kernel for it does not use the fast matmuls."""
+    if q.dtype == torch.bfloat16 and q.device.type == 'cpu' and backend == 'auto':
+        q, k, v = q.float(), k.float(), v.float()
+        return attend(q, k, v, window, dropout_p, backend, sink).bfloat16()
     if backend != 'auto' or not _takes(q, k, v, sink) or q.size(-1) > WIDEST:
         return causal_attention(q, k, v, window, dropout_p, backend, sink)
     return _Attend.apply(q, k, v, sink, window, dropout_p)
