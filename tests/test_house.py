@@ -34,7 +34,7 @@ BUDGETS = {
     'kv/': 1_275,  # without the core
     'data/': 2_637,
     'config/ configurator.py': 1_953,
-    'tests/': 26_625,
+    'tests/': 26_702,
 }
 house = pytest.mark.house
 

@@ -194,3 +194,28 @@ def test_a_step_may_fail_anywhere_and_loses_and_repeats_nothing(interrupt, name,
         assert_same(mine[-1].completion, expected)
     assert_idle(engine)
     assert calls
+
+
+def test_a_cancellation_that_is_interrupted_ends_its_request_and_no_other(monkeypatch):
+    """The row of the request is half freed when Ctrl-C comes."""
+    engine, done = Engine(model_of('full stack'), 3, 40, page_size=4, tokenizer=TOKENIZER), {}
+    indices = [engine.submit(ids, params) for ids, params in GOOD[:3]]
+    for _ in range(3):
+        assert not any(event.completion for event in engine.step())
+
+    with monkeypatch.context() as patch:
+        def interrupted(*_):
+            raise KeyboardInterrupt
+        patch.setattr(engine.cache, 'reset', interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.cancel(indices[0])
+    while engine.n_unfinished:
+        for event in engine.step():
+            if event.completion:
+                assert event.index not in done
+                done[event.index] = event.completion
+    assert done.pop(indices[0]).finish_reason == 'cancelled'
+    for index, expected in zip(indices[1:], good_alone('full stack')[1:3]):
+        assert_same(done.pop(index), expected)
+    assert not done
+    assert_idle(engine)

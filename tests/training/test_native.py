@@ -2,11 +2,13 @@
 plain torch."""
 import copy
 import itertools
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention import causal_attention
 from attention.causal import expand_heads, math_attention
@@ -17,6 +19,7 @@ from model import GPT
 from tests.helpers.models import FULL_STACK, VOCAB
 from training import loss, native
 from training.recompute import set_recompute
+from training.z_loss import add_z_loss
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason='it needs a C++ compiler')
 
@@ -51,6 +54,23 @@ def test_attention_is_what_float64_gives(B, H, n_kv_head, D, T, window, with_sin
         return lambda q, k, v, sink: attend(q, k, v, window=window, sink=sink)
     assert_as_close_as_torch(of(native.attend), of(causal_attention), of(math_attention),
                              (q, k, v, sink), margin=4.0)
+
+
+@pytest.mark.parametrize('window', [0, 20])
+def test_several_threads_share_a_k_v_head(window):
+    """Each has some of its queries, and sums of its own for the gradients of K and V."""
+    torch.manual_seed(0)
+    n_threads, q = torch.get_num_threads(), torch.randn(1, 4, 100, 16)
+    k, v = torch.randn(2, 1, 1, 100, 16)
+
+    def of(attend):
+        return lambda q, k, v: attend(q, k, v, window=window)
+    torch.set_num_threads(3)
+    try:
+        assert_as_close_as_torch(of(native.attend), of(causal_attention), of(math_attention),
+                                 (q, k, v), margin=4.0)
+    finally:
+        torch.set_num_threads(n_threads)
 
 
 def test_attention_of_any_strides():
@@ -200,6 +220,36 @@ def test_in_bfloat16_attention_is_in_float32():
     plain = errors()
     native.speed_up(model)
     assert 0 < errors() < plain
+
+
+def test_every_operator_is_used():
+    """And attention is kept by the policy 'selective', as torch's is."""
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found[func.name()] += 1
+            return func(*args, **(kwargs or {}))
+    model, found = GPT(GPTConfig(**FULL_STACK)), Counter()
+    model.loss_fn = loss.linear_cross_entropy
+    native.speed_up(model)
+    with Names():
+        losses_and_gradients(model, 32, 'selective')
+    names = ['attention', 'gelu', 'norm']
+    assert all(found[f'nanokv::{name}{end}'] for name in names for end in ('', '_backward'))
+    assert found['nanokv::cross_entropy'] == 1
+    assert found['nanokv::attention'] == model.config.n_layer < found['nanokv::gelu']
+
+
+def test_z_loss_stays():
+    torch.manual_seed(1)
+    model = GPT(GPTConfig(**FULL_STACK))
+    without = losses_and_gradients(model, 32)[1]
+    add_z_loss(model, 0.1)
+    wanted = losses_and_gradients(model, 32)[1]
+    native.speed_up(model)
+    _, found = losses_and_gradients(model, 32)
+    name = 'transformer.h.0.attn.c_attn.weight'
+    assert (wanted[name] - without[name]).abs().max() > 1e-4
+    torch.testing.assert_close(found[name], wanted[name], atol=2e-5, rtol=1e-3)
 
 
 def test_what_it_does_not_take_is_torchs():
