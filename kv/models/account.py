@@ -105,4 +105,4 @@ def _row(store: Store, batch: int, length: int, kv_dtype: str, dtype: str) -> di
             'holds': holds, 'parts': {part.name: [part.heads, part.width] for part in store.parts},
             'states': {state.kind: list(state.shape) for state in store.states},
             'bytes_per_position': per_position,
-            'bytes': batch * (holds * per_position + store.states_nbytes(dtype))}
+            'bytes': batch * (holds * per_position + store.states_nbytes(dtype, kv_dtype))}

@@ -46,7 +46,7 @@ def needed(memory: Memory, batch: int, length: int, kv_dtype: str, dtype: str) -
     kv_dtype: of K and V. dtype: of states that are not always float32.
     """
     return batch * sum(store.positions(length) * store.position_nbytes(kv_dtype)
-                       + store.states_nbytes(dtype) for store in memory.stores)
+                       + store.states_nbytes(dtype, kv_dtype) for store in memory.stores)
 
 
 def transformers(memory: Memory, batch: int, length: int, dtype: str, kind: str) -> int:
@@ -58,7 +58,8 @@ def transformers(memory: Memory, batch: int, length: int, dtype: str, kind: str)
         held = store.positions(length)
         if store.window and kind == 'dynamic':
             held = min(length, store.window - 1)
-        total += held * store.position_nbytes(dtype) + store.states_nbytes(dtype, spare=True)
+        total += (held * store.position_nbytes(dtype)
+                  + store.states_nbytes(dtype, dtype, spare=True))
     return batch * total
 
 

@@ -35,13 +35,14 @@ class Part(NamedTuple):
 class State:
     """An array per sequence. A convolution needs kernel - 1 inputs of each channel.
 
-    float32: always in that dtype; otherwise in the model's. spare: inputs of a convolution that
-    transformers keeps beyond those.
+    float32: always in that dtype; otherwise in the model's. of_keys: in that of K, or in float32
+    where K is quantized. spare: inputs of a convolution that transformers keeps beyond those.
     """
     kind: str
     shape: tuple[int, ...]
     float32: bool = False
     spare: int = 0
+    of_keys: bool = False
 
     @property
     def size(self) -> int:
@@ -66,12 +67,16 @@ class Store:
         element, scale = KV_DTYPES[checked_dtype(kv_dtype)]
         return sum(part.heads * int(part.width * element + scale) for part in self.parts)
 
-    def states_nbytes(self, dtype: str, spare: bool = False) -> int:
-        """Bytes of the states of one sequence, in `dtype` where they are not always float32.
-        spare: with the inputs of convolutions that only transformers keeps."""
-        size = KV_DTYPES[checked_dtype(dtype)][0]
-        return sum((state.size + spare * state.spare * state.shape[0])
-                   * (FLOAT32_BYTES if state.float32 else size) for state in self.states)
+    def states_nbytes(self, dtype: str, kv_dtype: str, spare: bool = False) -> int:
+        """Bytes of the states of one sequence. dtype: the model's. spare: with the inputs of
+        convolutions that only transformers keeps."""
+        total = 0
+        for state in self.states:
+            size, scale = KV_DTYPES[checked_dtype(kv_dtype if state.of_keys else dtype)]
+            if state.float32 or scale:
+                size = FLOAT32_BYTES
+            total += size * (state.size + spare * state.spare * state.shape[0])
+        return total
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,7 @@ def memory_of_plan(plan: KVPlan) -> Memory:
     for slot in plan.slots:
         shape = slot.n_kv_head, slot.head_dim
         names = ('latent' if slot.latent else 'K = V',) if slot.tied else ('K', 'V')
-        half = State(RECURRENT, (slot.n_kv_head, slot.head_dim // 2))
+        half = State(RECURRENT, (slot.n_kv_head, slot.head_dim // 2), of_keys=True)
         stores.append(Store(WINDOW if slot.window else FULL, slot.layers,
                             tuple(Part(name, *shape) for name in names), slot.window,
                             (half,) * slot.offset))
