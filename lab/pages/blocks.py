@@ -27,16 +27,16 @@ SERVERS = {'nanokv': 'nanoKV, float32', 'nanokv int8': 'nanoKV, int8',
 SPEEDS = [
     ('against-llama.cpp-int8-b1', 1, 'decode of vanilla GPT-2, batch 1, context 900',
      'int8, Q8_0', 'llama.cpp, the same model', 'llama.cpp q8_0', 'tpot_ms'),
-    ('against-vllm-bfloat16', 0, '32 requests of 64 + 64 tokens', 'bfloat16, bfloat16',
+    ('against-vllm-bfloat16', 0, '32 requests, 64 prompt and 64 new tokens each', 'bfloat16, bfloat16',
      'vLLM, the same model', 'vllm', 'tokens_per_second'),
     *((f'decode-{form}b{batch}', k, f'decode, batch {batch}, context {context}', dtypes,
        'vanilla GPT-2', side, 'tpot_ms')
       for form, dtypes, side in (('', 'float32, float32', 'vanilla'),
                                  ('int8-', 'int8, float32', 'vanilla float32'))
       for batch, k, context in ((1, 0, '1,024'), (1, 3, '32,768'), (16, 1, '4,096'))),
-    ('decode-1GB', 0, 'decode in 1 GB of KV memory, context 4,096', 'int8, float32',
+    ('decode-1GB', 0, 'decode, as many sequences as fit in 1 GB, context 4,096', 'int8, float32',
      'vanilla GPT-2', 'vanilla float32', 'tokens_per_second'),
-    ('against-vllm', 0, '32 requests of 64 + 64 tokens', 'int8, bfloat16',
+    ('against-vllm', 0, '32 requests, 64 prompt and 64 new tokens each', 'int8, bfloat16',
      'vLLM, the same model', 'vllm', 'tokens_per_second')]
 
 
@@ -61,7 +61,7 @@ def kv_bytes() -> list[dict]:
     vanilla = [{'kv_bytes': each['bfloat16']['kv_bytes_vanilla'], 'kv_ratio_bf16': 1,
                 'fit': each['bfloat16']['fit_vanilla']} for each in found]
     named = {'vanilla GPT-2, bfloat16': vanilla}
-    named['a plan shaped as Gemma 4, bfloat16'] = [
+    named['with three techniques of Gemma 4, bfloat16'] = [
         load(f'kv/gemma_shaped-T{T}')['bfloat16'] for T in (1024, 8192)]
     for dtype in ('bfloat16', 'int8'):
         named[f'`config/train_gpt2_mqa_local.py`, {dtype}'] = [each[dtype] for each in found]
@@ -129,7 +129,7 @@ def kept(row: dict) -> str:
 TABLES = {
     'kv-bytes': (kv_bytes, {
         "GPT-2's shape, one sequence": '{name}',
-        'bytes, T=1,024': '{short[kv_bytes]:,}', 'smaller': '{short[kv_ratio_bf16]:.0f}x',
+        'bytes, T=1,024': '{short[kv_bytes]:,}', 'smaller, T=1,024': '{short[kv_ratio_bf16]:.0f}x',
         'bytes, T=8,192': '{long[kv_bytes]:,}', 'smaller, T=8,192': '{long[kv_ratio_bf16]:.0f}x',
         'sequences in 1 GB, T=8,192': '{long[fit]}'}),
     'ladder': (lambda: [row for row in rows_of('ablate_prices').values() if not row['side']], {
@@ -137,7 +137,8 @@ TABLES = {
         'KV bytes': lambda row: f"{row['kv']['bytes_per_token'] * row['kv']['T']:,.0f}",
         'times smaller': '{kv[smaller]:.1f}x',
         'validation loss': '{val_loss[mean]:.4f} ({val_loss[sd]:.4f})',
-        'minus the row above': against('above'), 'minus `+ qk_norm`': against('baseline')}),
+        'loss minus that of the row above': against('above'),
+        'loss minus that of `+ qk_norm`': against('baseline')}),
     'mechanisms': (lambda: [row for row in rows_of('ablate_prices').values()
                             if row['side'] and len(row['seeds']) == 8], {
         'mechanism': '{name}', 'added to': '`{above}`',

@@ -73,15 +73,16 @@ def sentences() -> list[tuple[str, str]]:
     recomputed, lengths = cells('recompute')[0], cells('lengths')
     return [
         ('README.md', f"{kv[1024]['bfloat16']['kv_bytes_vanilla'] // 1024:,} bytes per token"),
-        ('README.md', f"smaller than GPT-2's with 1,024 tokens, and "
-                      f"{kv[8192]['bfloat16']['kv_ratio_bf16']:.0f} times with 8,192"),
-        ('README.md', f"bfloat16 the cache is {kv[1024]['bfloat16']['kv_ratio_bf16']:.0f} times"),
+        ('README.md', f"its cache is {kv[1024]['bfloat16']['kv_ratio_bf16']:.0f} times smaller than "
+                      "GPT-2's at 1,024 tokens, and "
+                      f"{kv[8192]['bfloat16']['kv_ratio_bf16']:.0f} times smaller at 8,192"),
         ('README.md', f"In int8 it is {kv[1024]['int8']['kv_ratio_bf16']:.0f} and "
                       f"{kv[8192]['int8']['kv_ratio_bf16']:.0f} times smaller"),
-        ('README.md', f"It is {gemma[8192] / kv[8192]['bfloat16']['kv_bytes']:.0f} to "
-                      f"{gemma[1024] / kv[1024]['int8']['kv_bytes']:.0f} times smaller than the"),
+        ('README.md', f"{gemma[1024] / kv[1024]['bfloat16']['kv_bytes']:.1f} times the bytes of our "
+                      "bfloat16 cache at 1,024 tokens, and "
+                      f"{gemma[8192] / kv[8192]['bfloat16']['kv_bytes']:.1f} times at 8,192"),
         ('README.md', f"held-out works with {seeds['mqa_local']} bits per byte"),
-        ('README.md', f"It reaches {seeds['rope_mha']} in"),
+        ('README.md', f"It reaches {seeds['rope_mha']} after"),
         ('README.md', f"(`config/train_vanilla.py`) reaches {seeds['vanilla']}."),
         ('README.md', f"than that of `+ qk_norm` by {difference(full, 'baseline')}"),
         ('README.md', f"{PRICES['+ wider heads and MLP']['kv']['smaller']:.0f} times fewer bytes "
@@ -93,10 +94,11 @@ def sentences() -> list[tuple[str, str]]:
         ('README.md', f"window lowers the loss by {difference(PRICES['+ window'], 'above')}"),
         ('README.md', f"MQA adds {difference(SOURCE['+ MQA'], 'above')} to its loss"),
         ('README.md', f"sharing adds {difference(SOURCE['+ KV shared by 2'], 'above')}"),
-        ('README.md', f"than that model, by {difference(names, 'baseline')}"),
-        ('README.md', f"with {blocks.far_back(names):.2f} nats, the model with all of the memory "
-                      f"with {blocks.far_back(SOURCE['+ key offset']):.2f}, and local layers alone "
-                      f"with {blocks.far_back(SOURCE['local layers only']):.2f}"),
+        ('README.md', f"window lowers the loss by {difference(SOURCE['+ window'], 'above')}"),
+        ('README.md', f"the model without savings, by {difference(names, 'baseline')}"),
+        ('README.md', f"is {blocks.far_back(names):.2f} nats for the full stack, "
+                      f"{blocks.far_back(SOURCE['+ key offset']):.2f} for the model without savings,"
+                      f" and {blocks.far_back(SOURCE['local layers only']):.2f} for local layers"),
         ('README.md', f"full stack (three seeds) | {far['+ int8 KV']:.1f}% |"),
         ('README.md', f"local layers alone (one seed) | {far['local layers only']:.1f}% |"),
         *(('README.md', f"{words} | {right[name]:.1f}% | {facts[name]['kv_bytes']:,} |")
@@ -104,7 +106,7 @@ def sentences() -> list[tuple[str, str]]:
               ('int8 (five seeds)', 'global last, tied, int8 KV'),
               ('the same in float32 (five seeds)', 'global last, tied'),
               ('MHA with `key_offset`, float32 (five seeds)', 'MHA with key offset'),
-              ('MHA, float32 (two seeds; not learned in 500 steps)', 'MHA'),
+              ('MHA, float32 (two seeds; not learned in so few steps)', 'MHA'),
               ('local layers alone, float32 (two seeds)', 'local layers only'))),
         ('README.md', f"1 GB holds {budget['sides']['ours']['batch']:,} sequences in int8. It "
                       f"holds {budget['sides']['vanilla float32']['batch']} of vanilla"),
