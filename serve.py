@@ -106,8 +106,7 @@ def main(argv=None):
     model, tokenizer = load(s)
     engine, service = make_service(s, model, tokenizer)
     if isinstance(engine.fast_decode, CapturedDecode):
-        print(f'Preparing decode steps of 1 to {s.parallel} rows: '
-              'some seconds, a minute the first time', flush=True)
+        print(f'Preparing decode steps of 1 to {s.parallel} rows', flush=True)
         prepare(engine)
     worker = Worker(engine, s.max_waiting, Metrics())
     worker.start()

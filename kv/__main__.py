@@ -90,7 +90,7 @@ def describe_plan(saved: list[str], s) -> dict:
     print(f'\n{n:,} parameters: '
           + ', '.join(f'{nice_bytes(size)} in {dtype}' for dtype, size in sizes.items())
           + f'\nprefill of {T:,} tokens: {flops / 1e6:,.1f} MFLOPs a token, '
-          f'{untrimmed / flops:.2f}x fewer than with every token in every layer')
+          f'{untrimmed / flops:.2f}x fewer than if every layer computed every token')
     if config.pos_embedding == 'learned' and T > config.block_size:
         print(f'Note: learned positions end at block_size={config.block_size:,}: a cache of this '
               'model holds no more; these are the bytes of its shape with --pos_embedding=rope')

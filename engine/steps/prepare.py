@@ -12,8 +12,8 @@ MANY_KEYS = 2304
 @torch.inference_mode()
 def prepare(engine) -> None:
     """Compile the kernels and capture the decode steps for requests of any length, so that no
-    request has to wait. Takes seconds, or a minute the first time. Does nothing unless decode
-    steps are captured. Raises UserError if there are unfinished requests."""
+    request has to wait. Does nothing unless decode steps are captured. Raises UserError if there
+    are unfinished requests."""
     if not isinstance(engine.fast_decode, CapturedDecode):
         return
     if engine.n_unfinished:
