@@ -30,8 +30,8 @@ SEED = _keys(('seed', 1337, 'seed of every random number generator'))
 RUN = _keys(('out_dir', 'out', 'folder of the checkpoint (ckpt.pt) and metrics.jsonl')) + SEED
 DEVICE = _keys(
     ('device', 'auto', "'cpu', 'cuda', 'cuda:1', 'mps', or 'auto' = CUDA, else MPS, else CPU"),
-    ('dtype', 'auto', "compute dtype: 'auto' = bfloat16 (else float16) on CUDA, else float32 (in "
-     "training with C++ kernels, which 'float32' leaves out)",
+    ('dtype', 'auto', "compute dtype: 'auto' = bfloat16 (else float16) on CUDA, else float32. In "
+     "training on a CPU 'auto' uses C++ kernels, and bfloat16 if the processor multiplies it",
      ('auto', 'float32', 'bfloat16', 'float16')),
 )
 WEIGHTS = _keys(

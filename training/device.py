@@ -50,6 +50,12 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether the processor has instructions for matmuls in bfloat16 (AMX, AVX-512 BF16)."""
+    names = '_is_amx_tile_supported', '_is_avx512_bf16_supported'
+    return any(getattr(torch.cpu, name, bool)() for name in names)
+
+
 def slow_matmuls(device: torch.device, dtype: torch.dtype) -> str:
     """A note if torch's float32 matmuls do not use AVX-512 although the processor has it: MKL does
     so on Intel's processors only, unless a preloaded library overrides its check. '' otherwise."""

@@ -29,7 +29,7 @@ from data.tokenfiles import read_meta
 from kv.console import output, print_table
 from model import GPT
 from training import native
-from training.device import autocast, pick_device, pick_dtype
+from training.device import autocast, pick_device
 from training.int8_forward import train_for_int8
 from training.loss import linear_cross_entropy, rows_at_a_time
 from training.memory_use import free_memory, measure
@@ -233,7 +233,7 @@ def main(argv=None):
                             '--budget=8GB')
     else:
         device = pick_device(s.device)
-        dtype = pick_dtype(s.dtype, device)
+        dtype = native.training_dtype(s, device)
     meta = read_meta(DATA_ROOT / os.path.basename(s.dataset))
     vocab_size = meta['vocab_size'] if meta else 50304  # GPT-2's, if the data set is not prepared
     config = GPTConfig(vocab_size=vocab_size, **{key.name: getattr(s, key.name) for key in MODEL})

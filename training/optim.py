@@ -14,6 +14,7 @@ import math
 import torch
 
 from config.errors import UserError
+from training.device import multiplies_bfloat16
 from training.fsdp import is_sharded, like
 from training.host_optimizer import HostAdamW
 
@@ -55,6 +56,7 @@ def make_optimizer(model, s, device_type: str) -> torch.optim.Optimizer:
     groups[0]['params'] = [p for p in groups[0]['params'] if id(p) not in blocks]
     print(f'using Muon for {len(matrices)} matrices of blocks, with '
           f'{sum(p.numel() for p in matrices):,} parameters, and AdamW for the others')
+    # without instructions for bfloat16 torch's Muon takes most of a small model's step
     in_float32 = (s.dtype == 'auto' and device_type == 'cpu' and not multiplies_bfloat16()
                   and not is_sharded(matrices[0]))
     kind = Float32Muon if in_float32 else torch.optim.Muon
@@ -82,13 +84,6 @@ def _adamw8bit():
         raise UserError("optimizer='adamw8bit' needs the torchao package: "
                         "pip install -e '.[int8]'") from e
     return AdamW8bit
-
-
-def multiplies_bfloat16() -> bool:
-    """Whether the processor has instructions for it (AMX, AVX-512 BF16). Without them torch's Muon,
-    which orthogonalizes in bfloat16, takes most of a small model's step."""
-    names = '_is_amx_tile_supported', '_is_avx512_bf16_supported'
-    return any(getattr(torch.cpu, name, bool)() for name in names)
 
 
 class Float32Muon(torch.optim.Muon):

@@ -18,7 +18,7 @@ from training import fsdp, int8_training, native
 from training.adapt import adapt, adapted_config, differences, keep_trained, wishes
 from training.batches import open_batches, open_meta
 from training.checkpoint_manager import CheckpointManager, checkpoint_in, load_to_resume
-from training.device import autocast, describe_attention, memory_use, pick_dtype
+from training.device import autocast, describe_attention, memory_use
 from training.distributed import launch_id
 from training.flops import achieved, peak_tflops
 from training.int8_forward import train_for_int8
@@ -39,7 +39,7 @@ class Run:
         self.out_dir = Path(s.out_dir)
         self.manager = CheckpointManager(self.out_dir, s.keep_checkpoints)
         self.path, self.origin = self.manager.path, checkpoint_in(s.out_dir, s.resume_from)
-        self.dtype = pick_dtype(s.dtype, self.device)
+        self.dtype = native.training_dtype(s, self.device)
         self.autocast = autocast(self.device, self.dtype)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         self.sharded = s.parallel == 'fsdp' and ranks.world_size > 1
@@ -110,7 +110,9 @@ class Run:
         print(describe_attention(model, self.dtype, model.config.dropout))
         if native.wanted(s, self.device):
             native.speed_up(model)
-            print("kernels for training on a CPU: C++ (dtype='float32' uses torch's)")
+            matmuls = 'in bfloat16 ' if self.dtype == torch.bfloat16 else ''
+            print(f"training on a CPU: matmuls {matmuls}by torch, all else in C++ "
+                  "(with dtype='float32' all by torch)")
         print(f'number of parameters: {model.get_num_params() / 1e6:.2f}M')
 
     def _compile_and_distribute(self):

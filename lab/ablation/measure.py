@@ -31,9 +31,10 @@ from lab.ablation.lookup import lookup, recall, solved_at
 from lab.ablation.results import Results, core_digest
 from model import GPT
 from training.checkpoint import config_of, load_checkpoint
-from training.device import device_name, pick_device, pick_dtype
+from training.device import device_name, pick_device
 from training.load_model import model_of
 from training.log import read_metrics
+from training.native import training_dtype
 
 # Largest difference in nats that rounding may cause between a window's mean loss with the cache and
 # without it (for n windows together: divided by the root of n)
@@ -149,7 +150,7 @@ def measure(ladder, row, seed: int, saved, path: Path) -> dict:
     return {'fingerprint': ladder.fingerprint(row), 'trained_as': ladder.trainer(row).name,
             **sizes, **judged, 'training': training_figures(path.parent, s),
             'settings': vars(s) | {'seed': seed, 'out_dir': '', 'device': ''},
-            'dtype': str(pick_dtype(s.dtype, device)).removeprefix('torch.'),
+            'dtype': str(training_dtype(s, device)).removeprefix('torch.'),
             'hardware': f'{device_name(device)}, {os.cpu_count()} cores',
             'torch': torch.__version__, 'core': core_digest()}
 

@@ -21,7 +21,7 @@ from lab.benchmarks.steps import TrainingSteps
 from model import GPT
 from training import native
 from training.batches import TokenBatches
-from training.device import describe_attention, pick_device, pick_dtype
+from training.device import describe_attention, pick_device
 from training.flops import achieved
 from training.loss import linear_cross_entropy
 from training.run import prepare
@@ -36,7 +36,7 @@ def training_steps(s, data_root: Path, theirs: bool = False) -> TrainingSteps:
     theirs: use nanoGPT's own model, from its checkout, with the same weights.
     """
     device = pick_device(s.device)
-    dtype = pick_dtype(s.dtype, device)
+    dtype = native.training_dtype(s, device)
     torch.manual_seed(s.seed)
     torch.set_float32_matmul_precision('high')  # tf32 on CUDA, as in nanoGPT
     next_batch = None
@@ -109,7 +109,7 @@ def run(s, data_root: Path) -> dict:
     theirs = training_steps(s, data_root, theirs=True) if s.against else None
     settings = ('compile', 'batch_size', 'block_size', 'window_size', 'layer_pattern', 'n_kv_head',
                 'real_data')
-    dtype = str(pick_dtype(s.dtype, step.device)).removeprefix('torch.')
+    dtype = str(native.training_dtype(s, step.device)).removeprefix('torch.')
     document = run_facts(s, step.device) | {
         'dtype': dtype, 'params': step.model.get_num_params(),
         **{name: getattr(s, name) for name in settings}}

@@ -1,10 +1,10 @@
 """What a training step does beside its matmuls, in C++ on a CPU (train.cpp): attention, QK-norm
-with RoPE, GELU and cross-entropy, forward and backward in float32. (Of models in bfloat16 only
-attention and cross-entropy.)
+with RoPE, GELU and cross-entropy, forward and backward. Tensors are float32 or bfloat16; all
+arithmetic is float32.
 
 They are torch operators (`torch.ops.nanokv`), so that recomputation sees attention and memory is
 predicted from tensors without data. Every function here does the same in plain torch if it is
-given anything but float32 tensors on a CPU.
+given anything else.
 """
 import ctypes
 import functools
@@ -18,12 +18,13 @@ from attention import causal_attention
 from attention.rope import norm_and_rotate
 import extension
 from training import loss
+from training.device import multiplies_bfloat16, pick_dtype
 
 WIDEST = 1024  # head_dim
 
 
 class Heads(ctypes.Structure):
-    _fields_ = [('data', ctypes.c_void_p), *((name, ctypes.c_int64) for name in 'bht')]
+    _fields_ = [('data', ctypes.c_void_p), *((name, ctypes.c_int64) for name in 'b h t half'.split())]
 
 
 class Attention(ctypes.Structure):
@@ -61,6 +62,15 @@ def wanted(s, device: torch.device) -> bool:
             and library() is not None)
 
 
+def training_dtype(s, device: torch.device) -> torch.dtype:
+    """Like `pick_dtype` of s.dtype, but where a run uses the extension, 'auto' is bfloat16 on
+    processors that have instructions for it. (torch's own attention in bfloat16 is slower than in
+    float32: its backward pass does not use them.)"""
+    if s.dtype == 'auto' and wanted(s, device) and multiplies_bfloat16():
+        return torch.bfloat16
+    return pick_dtype(s.dtype, device)
+
+
 def speed_up(model) -> None:
     """Let a GPT train with the extension, in place. Call it once `loss_fn` is set, and after
     `training.z_loss.add_z_loss`, which needs all scores."""
@@ -73,12 +83,15 @@ def speed_up(model) -> None:
         model.loss_fn = functools.partial(model.loss_fn, gradients=softmax_gradients)
 
 
-def _takes(*tensors) -> bool:
-    return all(x is None or x.dtype == torch.float32 and x.device.type == 'cpu' for x in tensors)
+def _takes(*tensors, dtypes=(torch.float32, torch.bfloat16)) -> bool:
+    """Whether these are tensors of one of the dtypes on a CPU."""
+    tensors = [x for x in tensors if x is not None]
+    return (len({x.dtype for x in tensors}) == 1 and tensors[0].dtype in dtypes
+            and all(x.device.type == 'cpu' for x in tensors))
 
 
 def _heads(x) -> Heads:
-    return Heads(x.data_ptr(), *x.stride()[:3])
+    return Heads(x.data_ptr(), *x.stride()[:3], x.dtype == torch.bfloat16)
 
 
 def _pointer(x):
@@ -112,7 +125,7 @@ def operator(schema: str, fake):
 
 
 def _empty_attention(q, k, v, sink, seed, window, dropout):
-    return _like(q), q.new_empty(q.shape[:3])
+    return _like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def _empty_gradients(q, k, v, sink, seed, y, lse, dy, window, dropout):
@@ -151,23 +164,17 @@ def attention_backward(q, k, v, sink, seed, y, lse, dy, window, dropout):
     return dq, dk, dv, dsink
 
 
-@operator('gelu(Tensor x, bool tanh) -> Tensor', lambda x, tanh: torch.empty_like(x))
-def gelu(x, tanh):
+@operator('gelu(Tensor x, Tensor? dy, bool tanh) -> Tensor', lambda x, dy, tanh: torch.empty_like(x))
+def gelu(x, dy, tanh):
+    """GELU of x; with dy, the gradient of x."""
     y = torch.empty_like(x)
-    library().nanokv_gelu(*_pointers(x, y), ctypes.c_int64(x.numel()), tanh)
+    library().nanokv_gelu(*_pointers(x, dy, y), ctypes.c_int64(x.numel()), tanh,
+                          x.dtype == torch.bfloat16)
     return y
 
 
-@operator('gelu_backward(Tensor dy, Tensor x, bool tanh) -> Tensor',
-          lambda dy, x, tanh: torch.empty_like(x))
-def gelu_backward(dy, x, tanh):
-    dx = torch.empty_like(x)
-    library().nanokv_gelu_backward(*_pointers(dy, x, dx), ctypes.c_int64(x.numel()), tanh)
-    return dx
-
-
 def _pointers(*tensors):
-    return [ctypes.c_void_p(x.data_ptr()) for x in tensors]
+    return [ctypes.c_void_p(_pointer(x)) for x in tensors]
 
 
 def _norm(x, gain, cos, sin, eps, **heads) -> Norm:
@@ -214,12 +221,9 @@ def cross_entropy(logits, targets, ignored):
 # -- with gradients --------------------------------------------------------------------------------
 
 def attend(q, k, v, window: int = 0, dropout_p: float = 0.0, backend: str = 'auto', sink=None):
-    """Like `attention.causal_attention`; backends other than 'auto' are torch's. bfloat16 is
-    converted: the backward pass of torch's kernel for it does not use the fast matmuls."""
-    if q.dtype == torch.bfloat16 and q.device.type == 'cpu' and backend == 'auto':
-        q, k, v = q.float(), k.float(), v.float()
-        return attend(q, k, v, window, dropout_p, backend, sink).bfloat16()
-    if backend != 'auto' or not _takes(q, k, v, sink) or q.size(-1) > WIDEST:
+    """Like `attention.causal_attention`; backends other than 'auto' are torch's."""
+    whole = sink is None or _takes(sink, dtypes=(torch.float32,))
+    if backend != 'auto' or not (whole and _takes(q, k, v)) or q.size(-1) > WIDEST:
         return causal_attention(q, k, v, window, dropout_p, backend, sink)
     return _Attend.apply(q, k, v, sink, window, dropout_p)
 
@@ -245,7 +249,7 @@ class _Attend(torch.autograd.Function):
 
 def softmax_gradients(logits, targets, ignore_index: int, differentiated: bool):
     """Like `training.loss.softmax_gradients`."""
-    if not _takes(logits) or not logits.is_contiguous():
+    if not _takes(logits, dtypes=(torch.float32,)) or not logits.is_contiguous():
         return loss.softmax_gradients(logits, targets, ignore_index, differentiated)
     return torch.ops.nanokv.cross_entropy(logits, targets, ignore_index).sum(), logits
 
@@ -264,19 +268,20 @@ class _Gelu(torch.autograd.Function):
         x = x.contiguous()
         ctx.save_for_backward(x)
         ctx.tanh = tanh
-        return torch.ops.nanokv.gelu(x, tanh)
+        return torch.ops.nanokv.gelu(x, None, tanh)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         x, = ctx.saved_tensors
-        return torch.ops.nanokv.gelu_backward(dy.contiguous(), x, ctx.tanh), None
+        return torch.ops.nanokv.gelu(x, dy.contiguous(), ctx.tanh), None
 
 
 def normed_and_rotated(x, qk_norm, rope=None):
     """Like `attention.rope.norm_and_rotate`."""
     cos, sin = rope or (None, None)
-    if (qk_norm is None or not _takes(x, qk_norm.weight, cos) or x.size(-1) > WIDEST
+    if (qk_norm is None or not _takes(x) or x.size(-1) > WIDEST
+            or not _takes(qk_norm.weight, cos, dtypes=(torch.float32,))
             or cos is not None and cos.dim() != 2):
         return norm_and_rotate(x, qk_norm, rope)
     return _Norm.apply(x, qk_norm.weight, cos, sin, qk_norm.eps)

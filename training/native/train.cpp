@@ -1,18 +1,35 @@
 // What a training step does beside its matmuls on a CPU, forward and backward: attention, QK-norm
-// with RoPE, GELU and cross-entropy. Each operation is one pass over memory, or one over tiles that stay in a core's
-// cache. Vectors and exp are those of the decode step (extension/kernels.h).
+// with RoPE, GELU and cross-entropy. Each operation is one pass over memory, or one over tiles that
+// stay in a core's cache. Tensors are float32 or bfloat16, all arithmetic is float32. Vectors and exp
+// are those of the decode step (extension/kernels.h).
 #include <vector>
 
 #include "kernels.h"
 
 // (B, heads, T, D) with a last dimension that is contiguous; strides in elements.
 struct Heads {
-    float* data;
+    void* data;
     int64_t b, h, t;
-    float* at(int64_t batch, int64_t head, int64_t token) const {
-        return data + batch * b + head * h + token * t;
+    int64_t half;  // bfloat16 in place of float32
+
+    // Copy n elements of a head vector, times a factor.
+    void read(int64_t batch, int64_t head, int64_t token, int64_t n, float* to, float factor = 1) const {
+        const int64_t at = batch * b + head * h + token * t;
+        if (half)
+            for (int64_t i = 0; i < n; i++) to[i] = from_bfloat16(((uint16_t*)data)[at + i]) * factor;
+        else
+            for (int64_t i = 0; i < n; i++) to[i] = ((float*)data)[at + i] * factor;
+    }
+    void write(int64_t batch, int64_t head, int64_t token, int64_t n, const float* from) const {
+        const int64_t at = batch * b + head * h + token * t;
+        if (half)
+            for (int64_t i = 0; i < n; i++) ((uint16_t*)data)[at + i] = to_bfloat16(from[i]);
+        else
+            memcpy((float*)data + at, from, n * sizeof(float));
     }
 };
+
+constexpr int WIDEST = 1024;  // head_dim
 
 static int64_t rounded_up(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 
@@ -110,29 +127,23 @@ struct Unit {
     void pack(const Heads& from, std::vector<float>& to, bool transposed) {
         to.assign(length * width, 0);
         for (int64_t t = 0; t < a.T; t++) {
-            const float* row = from.at(batch, kv_head, t);
-            if (transposed)
-                for (int64_t d = 0; d < a.D; d++) to[d * length + t] = row[d];
-            else
-                memcpy(&to[t * width], row, a.D * sizeof(float));
+            float row[WIDEST];
+            from.read(batch, kv_head, t, a.D, transposed ? row : &to[t * width]);
+            for (int64_t d = 0; transposed && d < a.D; d++) to[d * length + t] = row[d];
         }
     }
 
     // Copy n rows of each query head from `first` on, times a factor; the padding stays 0.
     void take(const Heads& from, int64_t first, int64_t n, float factor, std::vector<float>& to) {
         for (int64_t g = 0; g < group; g++)
-            for (int64_t i = 0; i < n; i++) {
-                const float* row = from.at(batch, kv_head * group + g, first + i);
-                float* out = &to[(g * n + i) * width];
-                for (int64_t d = 0; d < a.D; d++) out[d] = row[d] * factor;
-            }
+            for (int64_t i = 0; i < n; i++)
+                from.read(batch, kv_head * group + g, first + i, a.D, &to[(g * n + i) * width], factor);
     }
 
     void give(const std::vector<float>& from, int64_t first, int64_t n, const Heads& to) {
         for (int64_t g = 0; g < group; g++)
             for (int64_t i = 0; i < n; i++)
-                memcpy(to.at(batch, kv_head * group + g, first + i), &from[(g * n + i) * width],
-                       a.D * sizeof(float));
+                to.write(batch, kv_head * group + g, first + i, a.D, &from[(g * n + i) * width]);
     }
 };
 
@@ -238,9 +249,9 @@ static void score_gradients(Unit& u, const Block& block, float* dsink) {
     for (int64_t r = 0; r < u.group * block.n; r++) {
         const int64_t head = u.kv_head * u.group + r / block.n, i = r % block.n;
         const int64_t row = (u.batch * a.H + head) * a.T + block.first + i;
-        const float* y = a.y.at(u.batch, head, block.first + i);
         const float lse = a.lse[row];
-        float *p = &u.p[r * block.keys], *dp = &u.dp[r * block.keys], mean = 0;
+        float *p = &u.p[r * block.keys], *dp = &u.dp[r * block.keys], mean = 0, y[WIDEST];
+        a.y.read(u.batch, head, block.first + i, a.D, y);
         for (int64_t d = 0; d < a.D; d++) mean += u.y[r * u.width + d] * y[d];
 
         for (int64_t j = 0; j < block.keys; j += LANES)
@@ -287,14 +298,14 @@ extern "C" void nanokv_attention_backward(const Attention* args) {
     #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < pairs * a.T; row++) {
         const int64_t pair = row / a.T, t = row % a.T;
-        float* out[] = {a.dk.at(pair / a.Hkv, pair % a.Hkv, t), a.dv.at(pair / a.Hkv, pair % a.Hkv, t)};
-        for (int which = 0; which < 2; which++)
-            for (int64_t d = 0; d < a.D; d++) {
-                const float* from = &sums[(pair * parts * 2 + which) * size + t * width + d];
-                float total = 0;
-                for (int64_t part = 0; part < parts; part++) total += from[part * 2 * size];
-                out[which][d] = total;
+        for (int which = 0; which < 2; which++) {
+            float totals[WIDEST] = {};
+            for (int64_t part = 0; part < parts; part++) {
+                const float* from = &sums[((pair * parts + part) * 2 + which) * size + t * width];
+                for (int64_t d = 0; d < a.D; d++) totals[d] += from[d];
             }
+            (which ? a.dv : a.dk).write(pair / a.Hkv, pair % a.Hkv, t, a.D, totals);
+        }
     }
     for (size_t i = 0; i < sinks.size(); i++) a.dsink[i % a.H] += sinks[i];
 }
@@ -336,10 +347,11 @@ static void each16(int64_t size, F f) {
     for (int64_t i = 0; i < size; i += LANES) f(i, std::min<int64_t>(LANES, size - i));
 }
 
-INLINE f16x load_some(const float* p, int64_t n) {
+template <typename T>
+INLINE f16x load_some(const T* p, int64_t n) {
     if (n == LANES) return load(p);
-    float padded[LANES] = {};
-    memcpy(padded, p, n * sizeof(float));
+    T padded[LANES] = {};
+    memcpy(padded, p, n * sizeof(T));
     return load(padded);
 }
 
@@ -347,19 +359,25 @@ INLINE void store_some(float* p, f16x x, int64_t n) {
     if (n == LANES) store(p, x);
     else memcpy(p, &x, n * sizeof(float));
 }
+INLINE void store_some(uint16_t* p, f16x x, int64_t n) {
+    float y[LANES];
+    store(y, x);
+    for (int64_t i = 0; i < n; i++) p[i] = to_bfloat16(y[i]);
+}
 
-extern "C" void nanokv_gelu(const float* x, float* y, int64_t size, int32_t tanh) {
+// y = GELU(x); with dy, y = dy times GELU's slope at x.
+template <typename T>
+static void gelu(const T* x, const T* dy, T* y, int64_t size, bool tanh) {
     each16(size, [=](int64_t i, int64_t n) {
-        store_some(y + i, gelu_value(load_some(x + i, n), tanh), n);
+        const f16x at = load_some(x + i, n);
+        store_some(y + i, dy ? load_some(dy + i, n) * gelu_slope(at, tanh) : gelu_value(at, tanh), n);
     });
 }
 
-// dx may be dy.
-extern "C" void nanokv_gelu_backward(const float* dy, const float* x, float* dx, int64_t size,
-                                     int32_t tanh) {
-    each16(size, [=](int64_t i, int64_t n) {
-        store_some(dx + i, load_some(dy + i, n) * gelu_slope(load_some(x + i, n), tanh), n);
-    });
+extern "C" void nanokv_gelu(const void* x, const void* dy, void* y, int64_t size, int32_t tanh,
+                            int32_t half) {
+    if (half) gelu((const uint16_t*)x, (const uint16_t*)dy, (uint16_t*)y, size, tanh);
+    else gelu((const float*)x, (const float*)dy, (float*)y, size, tanh);
 }
 
 // -- QK-norm and RoPE -----------------------------------------------------------------------------
@@ -395,19 +413,19 @@ INLINE float inverse_norm(const float* x, int64_t n, float eps) {
     return 1 / std::sqrt(squares / n + eps);
 }
 
-constexpr int WIDEST = 1024;  // head_dim
-
 extern "C" void nanokv_norm(const Norm* args) {
     const Norm& a = *args;
     #pragma omp parallel for schedule(static) collapse(2)
     for (int64_t b = 0; b < a.B; b++)
         for (int64_t t = 0; t < a.T; t++)
             for (int64_t h = 0; h < a.H; h++) {
-                const float *x = a.x.at(b, h, t), r = inverse_norm(x, a.D, a.eps);
-                float normed[WIDEST];
+                float x[WIDEST], y[WIDEST];
+                a.x.read(b, h, t, a.D, x);
+                const float r = inverse_norm(x, a.D, a.eps);
                 #pragma omp simd
-                for (int64_t d = 0; d < a.D; d++) normed[d] = x[d] * r * a.gain[d];
-                rotated(a, t, normed, 1, a.y.at(b, h, t));
+                for (int64_t d = 0; d < a.D; d++) x[d] = x[d] * r * a.gain[d];
+                rotated(a, t, x, 1, y);
+                a.y.write(b, h, t, a.D, y);
             }
 }
 
@@ -422,17 +440,20 @@ extern "C" void nanokv_norm_backward(const Norm* args) {
         for (int64_t b = 0; b < a.B; b++)
             for (int64_t t = 0; t < a.T; t++)
                 for (int64_t h = 0; h < a.H; h++) {
-                    const float *x = a.x.at(b, h, t), r = inverse_norm(x, a.D, a.eps);
-                    float u[WIDEST], mean = 0, *dx = a.dx.at(b, h, t);
-                    rotated(a, t, a.dy.at(b, h, t), -1, u);
+                    float x[WIDEST], dy[WIDEST], u[WIDEST], mean = 0;
+                    a.x.read(b, h, t, a.D, x);
+                    a.dy.read(b, h, t, a.D, dy);
+                    rotated(a, t, dy, -1, u);
+                    const float r = inverse_norm(x, a.D, a.eps);
                     #pragma omp simd reduction(+ : mean)
                     for (int64_t d = 0; d < a.D; d++) mean += u[d] * x[d] * r * a.gain[d];
                     mean /= a.D;
                     #pragma omp simd
                     for (int64_t d = 0; d < a.D; d++) {
                         dgain[d] += u[d] * x[d] * r;
-                        dx[d] = (u[d] * a.gain[d] - x[d] * r * mean) * r;
+                        x[d] = (u[d] * a.gain[d] - x[d] * r * mean) * r;
                     }
+                    a.dx.write(b, h, t, a.D, x);
                 }
     }
     for (int64_t d = 0; d < a.D; d++) {
