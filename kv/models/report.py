@@ -35,10 +35,10 @@ def print_account(found: dict, console) -> None:
     for line in found['assumed']:
         print(f'Note: {line}.')
     if like := found.get('like'):
-        print(f"\nwith nanoKV's plan (LLLLLG/AABBBC, global K/V tied, W={like['window']:,}, one "
-              f"K/V head of {like['head_dim']}, int8): {like['bytes']:,} bytes "
-              f"({nice_bytes(like['bytes'])}), {like['smaller']:.0f}x smaller. What it costs is "
-              "measured on small models only: row '+ int8 KV' of README's ladder.")
+        print(f"\nwith nanoKV's plan (LLLLLG/AABBBC, one slot for all global layers, "
+              f"W={like['window']:,}, one K/V head of {like['head_dim']}, int8): "
+              f"{like['bytes']:,} bytes ({nice_bytes(like['bytes'])}), {like['smaller']:.0f}x "
+              "smaller. This plan's loss was measured on small models only (README's ladder).")
 
 
 def store_table(found: dict):
