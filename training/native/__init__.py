@@ -29,8 +29,8 @@ class Heads(ctypes.Structure):
 
 class Attention(ctypes.Structure):
     _fields_ = [*((name, Heads) for name in 'q k v y dy dq dk dv'.split()),
-                *((name, ctypes.c_void_p) for name in ('lse', 'sink', 'dsink')),
-                *((name, ctypes.c_int64) for name in 'B H Hkv T D window'.split()),
+                *((name, ctypes.c_void_p) for name in ('lse', 'sink', 'dsink', 'sums')),
+                *((name, ctypes.c_int64) for name in 'B H Hkv T D parts window'.split()),
                 ('seed', ctypes.c_uint64), ('dropout', ctypes.c_float)]
 
 
@@ -128,15 +128,25 @@ def _empty_attention(q, k, v, sink, seed, window, dropout):
     return _like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _empty_gradients(q, k, v, sink, seed, y, lse, dy, window, dropout):
-    return _like(q), _like(k), _like(v), torch.empty_like(lse[0, :, 0])
+def _empty_gradients(q, k, v, sink, seed, y, lse, dy, window, dropout, sums=False):
+    """sums: also the memory that the function takes meanwhile. (It counts in a prediction.)"""
+    rows, width = (-(-n // 16) * 16 for n in k.shape[2:])
+    held = k.new_empty(k.size(0) * k.size(1) * _parts(k), 2, rows + 16, width, dtype=torch.float32)
+    found = _like(q), _like(k), _like(v), torch.empty_like(lse[0, :, 0])
+    return (*found, held) if sums else found
+
+
+def _parts(k) -> int:
+    """Units of work for each K/V head, so that all threads have some."""
+    B, n_kv_head, T, _ = k.shape
+    return min(-(-torch.get_num_threads() // (B * n_kv_head)), -(-T // 32))
 
 
 def _attention(q, k, v, sink, seed, window, dropout, lse, **heads) -> Attention:
     B, H, T, D = q.shape
     return Attention(**{name: _heads(x) for name, x in dict(q=q, k=k, v=v, **heads).items()},
                      lse=lse.data_ptr(), sink=_pointer(sink), B=B, H=H, Hkv=k.size(1), T=T, D=D,
-                     window=min(window or T, T), dropout=dropout,
+                     parts=_parts(k), window=min(window or T, T), dropout=dropout,
                      seed=0 if seed is None else int(seed))
 
 
@@ -156,10 +166,11 @@ def attention(q, k, v, sink, seed, window, dropout):
           _empty_gradients)
 def attention_backward(q, k, v, sink, seed, y, lse, dy, window, dropout):
     """The gradients of q, k, v, and of sink (0 without one)."""
-    dq, dk, dv, dsink = _empty_gradients(q, k, v, sink, seed, y, lse, dy, window, dropout)
+    dq, dk, dv, dsink, sums = _empty_gradients(q, k, v, sink, seed, y, lse, dy, window, dropout,
+                                               sums=True)
     dsink.zero_()
     call = _attention(q, k, v, sink, seed, window, dropout, lse, y=y, dy=dy, dq=dq, dk=dk, dv=dv)
-    call.dsink = None if sink is None else dsink.data_ptr()
+    call.sums, call.dsink = sums.data_ptr(), None if sink is None else dsink.data_ptr()
     library().nanokv_attention_backward(ctypes.byref(call))
     return dq, dk, dv, dsink
 

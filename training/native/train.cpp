@@ -90,7 +90,9 @@ struct Attention {
     float* lse;
     const float* sink;
     float* dsink;
+    float* sums;  // for dk and dv of each unit: (B * Hkv * parts, 2, T rounded up + 16, D rounded up)
     int64_t B, H, Hkv, T, D;
+    int64_t parts;   // units of work for each K/V head
     int64_t window;  // keys that a query sees; T or more = all up to its own
     uint64_t seed;   // of dropout
     float dropout;   // probability
@@ -209,14 +211,9 @@ static float softmax(float* row, int64_t low, int64_t high, int64_t keys, const 
     return most + std::log(total);
 }
 
-static int64_t parts_of(const Attention& a) {
-    const int64_t pairs = a.B * a.Hkv, threads = omp_get_max_threads();
-    return std::min((threads + pairs - 1) / pairs, (a.T + 31) / 32);
-}
-
 extern "C" void nanokv_attention(const Attention* args) {
     const Attention& a = *args;
-    const int64_t parts = parts_of(a);
+    const int64_t parts = a.parts;
     const float scale = 1 / std::sqrt((float)a.D);
     #pragma omp parallel for schedule(dynamic)
     for (int64_t unit = 0; unit < a.B * a.Hkv * parts; unit++) {
@@ -267,16 +264,16 @@ static void score_gradients(Unit& u, const Block& block, float* dsink) {
 
 extern "C" void nanokv_attention_backward(const Attention* args) {
     const Attention& a = *args;
-    const int64_t parts = parts_of(a), pairs = a.B * a.Hkv, width = rounded_up(a.D);
+    const int64_t parts = a.parts, pairs = a.B * a.Hkv, width = rounded_up(a.D);
     const int64_t size = (rounded_up(a.T) + LANES) * width;
     const float scale = 1 / std::sqrt((float)a.D);
-    std::vector<float> sums(pairs * parts * 2 * size);  // dk and dv of each unit
     std::vector<float> sinks(a.dsink ? pairs * parts * a.H : 0);
     #pragma omp parallel for schedule(dynamic)
     for (int64_t unit = 0; unit < pairs * parts; unit++) {
         Unit u(a, unit / parts, true);
         std::vector<float> dq(u.q.size());
-        float *dk = &sums[unit * 2 * size], *dv = dk + size;
+        float *dk = a.sums + unit * 2 * size, *dv = dk + size;
+        std::fill(dk, dk + 2 * size, 0.0f);
         for (int64_t index = unit % parts; index * u.block < a.T; index += parts) {
             const Block block(u, index);
             const int64_t rows = u.group * block.n, keys = block.keys, at = block.start * width;
@@ -301,7 +298,7 @@ extern "C" void nanokv_attention_backward(const Attention* args) {
         for (int which = 0; which < 2; which++) {
             float totals[WIDEST] = {};
             for (int64_t part = 0; part < parts; part++) {
-                const float* from = &sums[((pair * parts + part) * 2 + which) * size + t * width];
+                const float* from = a.sums + ((pair * parts + part) * 2 + which) * size + t * width;
                 for (int64_t d = 0; d < a.D; d++) totals[d] += from[d];
             }
             (which ? a.dv : a.dk).write(pair / a.Hkv, pair % a.Hkv, t, a.D, totals);
