@@ -23,18 +23,18 @@ CORE_TOKENS = 15_500
 # The largest number of lines of Python in each room. A change that makes a room smaller lowers its
 # number. These are the sizes of today; the aim is 24,000 lines without tests, 22,500 of tests.
 BUDGETS = {
-    'train.py sample.py chat.py serve.py ablate.py bench.py': 1_030,
-    'lab/': 6_410,
+    'train.py sample.py chat.py serve.py ablate.py bench.py': 1_029,
+    'lab/': 6_407,
     'serving/': 1_454,
     'interop/': 1_804,
-    'training/': 4_252,
+    'training/': 4_273,
     'extension/': 84,
     'engine/': 4_972,
     'attention/kernels/': 815,
-    'kv/': 1_275,  # without the core
+    'kv/': 1_281,  # without the core
     'data/': 2_637,
-    'config/ configurator.py': 1_953,
-    'tests/': 26_702,
+    'config/ configurator.py': 1_994,
+    'tests/': 26_730,
 }
 house = pytest.mark.house
 

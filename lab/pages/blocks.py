@@ -27,8 +27,8 @@ SERVERS = {'nanokv': 'nanoKV, float32', 'nanokv int8': 'nanoKV, int8',
 SPEEDS = [
     ('against-llama.cpp-int8-b1', 1, 'decode of vanilla GPT-2, batch 1, context 900',
      'int8, Q8_0', 'llama.cpp, the same model', 'llama.cpp q8_0', 'tpot_ms'),
-    ('against-vllm-bfloat16', 0, '32 requests, 64 prompt and 64 new tokens each', 'bfloat16, bfloat16',
-     'vLLM, the same model', 'vllm', 'tokens_per_second'),
+    ('against-vllm-bfloat16', 0, '32 requests, 64 prompt and 64 new tokens each',
+     'bfloat16, bfloat16', 'vLLM, the same model', 'vllm', 'tokens_per_second'),
     *((f'decode-{form}b{batch}', k, f'decode, batch {batch}, context {context}', dtypes,
        'vanilla GPT-2', side, 'tpot_ms')
       for form, dtypes, side in (('', 'float32, float32', 'vanilla'),

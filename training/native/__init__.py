@@ -24,7 +24,8 @@ WIDEST = 1024  # head_dim
 
 
 class Heads(ctypes.Structure):
-    _fields_ = [('data', ctypes.c_void_p), *((name, ctypes.c_int64) for name in 'b h t half'.split())]
+    _fields_ = [('data', ctypes.c_void_p),
+                *((name, ctypes.c_int64) for name in ('b', 'h', 't', 'half'))]
 
 
 class Attention(ctypes.Structure):
@@ -175,7 +176,8 @@ def attention_backward(q, k, v, sink, seed, y, lse, dy, window, dropout):
     return dq, dk, dv, dsink
 
 
-@operator('gelu(Tensor x, Tensor? dy, bool tanh) -> Tensor', lambda x, dy, tanh: torch.empty_like(x))
+@operator('gelu(Tensor x, Tensor? dy, bool tanh) -> Tensor',
+          lambda x, dy, tanh: torch.empty_like(x))
 def gelu(x, dy, tanh):
     """GELU of x; with dy, the gradient of x."""
     y = torch.empty_like(x)
