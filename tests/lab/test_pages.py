@@ -73,13 +73,13 @@ def sentences() -> list[tuple[str, str]]:
     recomputed, lengths = cells('recompute')[0], cells('lengths')
     return [
         ('README.md', f"{kv[1024]['bfloat16']['kv_bytes_vanilla'] // 1024:,} bytes per token"),
-        ('README.md', f"its cache is {kv[1024]['bfloat16']['kv_ratio_bf16']:.0f} times smaller than "
-                      "GPT-2's at 1,024 tokens, and "
+        ('README.md', f"its cache is {kv[1024]['bfloat16']['kv_ratio_bf16']:.0f} times smaller "
+                      "than GPT-2's at 1,024 tokens, and "
                       f"{kv[8192]['bfloat16']['kv_ratio_bf16']:.0f} times smaller at 8,192"),
         ('README.md', f"In int8 it is {kv[1024]['int8']['kv_ratio_bf16']:.0f} and "
                       f"{kv[8192]['int8']['kv_ratio_bf16']:.0f} times smaller"),
-        ('README.md', f"{gemma[1024] / kv[1024]['bfloat16']['kv_bytes']:.1f} times the bytes of our "
-                      "bfloat16 cache at 1,024 tokens, and "
+        ('README.md', f"{gemma[1024] / kv[1024]['bfloat16']['kv_bytes']:.1f} times the bytes "
+                      "of our bfloat16 cache at 1,024 tokens, and "
                       f"{gemma[8192] / kv[8192]['bfloat16']['kv_bytes']:.1f} times at 8,192"),
         ('README.md', f"held-out works with {seeds['mqa_local']} bits per byte"),
         ('README.md', f"It reaches {seeds['rope_mha']} after"),
@@ -97,8 +97,8 @@ def sentences() -> list[tuple[str, str]]:
         ('README.md', f"window lowers the loss by {difference(SOURCE['+ window'], 'above')}"),
         ('README.md', f"the model without savings, by {difference(names, 'baseline')}"),
         ('README.md', f"is {blocks.far_back(names):.2f} nats for the full stack, "
-                      f"{blocks.far_back(SOURCE['+ key offset']):.2f} for the model without savings,"
-                      f" and {blocks.far_back(SOURCE['local layers only']):.2f} for local layers"),
+                      f"{blocks.far_back(SOURCE['+ key offset']):.2f} for the model without "
+                      f"savings, and {blocks.far_back(SOURCE['local layers only']):.2f} for local layers"),
         ('README.md', f"full stack (three seeds) | {far['+ int8 KV']:.1f}% |"),
         ('README.md', f"local layers alone (one seed) | {far['local layers only']:.1f}% |"),
         *(('README.md', f"{words} | {right[name]:.1f}% | {facts[name]['kv_bytes']:,} |")
