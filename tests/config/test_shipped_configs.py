@@ -46,7 +46,7 @@ def test_config_parses_for_every_program_into_the_same_model(name, program):
 
 
 def test_the_demo_has_no_more_parameters_than_its_baseline_and_hardly_fewer():
-    demo, baseline = (n_params(name, 2048) for name in ('train_mqa_local.py', 'train_rope_mha.py'))
+    demo, baseline = (n_params(name, 4096) for name in ('train_mqa_local.py', 'train_rope_mha.py'))
     assert 0.99 * baseline < demo <= baseline
 
 
@@ -71,6 +71,6 @@ def test_the_three_compared_configs_differ_in_memory_settings_alone():
 
 @pytest.mark.parametrize('name', COMPARED + ['train_text.py'])
 def test_the_native_decode_step_runs_the_demo(name):
-    config = gpt_config(name, 2048)
+    config = gpt_config(name, 4096)
     widths = config.n_embd, config.resolved_head_dim, config.resolved_mlp_hidden
     assert not any(width % MULTIPLE for width in widths)

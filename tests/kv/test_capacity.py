@@ -79,7 +79,7 @@ def test_a_limit_on_the_time_of_a_token_and_tokens_to_recompute(capsys):
 
 @pytest.mark.parametrize('flag, named', [
     ('--context=0', 'context=0'), ('--hit_rate=2', 'hit_rate=2'), ('--flops=nan', "flops='nan'"),
-    ('--away=-1', 'away=-1'), ('--memory=much', "memory='much'"),
+    ('--away=-1', 'away=-1'), ('--tpot=1e308', 'tpot=1e+308'), ('--memory=much', "memory='much'"),
     ('--utilization=0', 'utilization=0'),
     ('--pos_embedding=learned', '4,120 tokens is longer than the block_size=1024')])
 def test_wrong_settings(flag, named):

@@ -83,8 +83,8 @@ def test_output_is_nanogpts_one_line_more_and_json(capsys):
     steps = [line.split()[0] for line in lines if '/' in line]
     assert steps == [f'{k}/10' for k in range(10)] + [f'{k}/20' for k in range(20)]
     assert re.fullmatch(r'time per iteration: \d+\.\d{4}ms, MFU: \d+\.\d{2}%', time_line)
-    assert re.fullmatch(r'counting only the keys each query sees: \d+\.\d{3} model TFLOP/s; '
-                        r'[\d,]+ tokens/s', flops_line)
+    assert re.fullmatch(r'counting only the keys each query sees: \d+\.\d{3} model TFLOP/s, '
+                        r"\d+% of a matmul's \d+\.\d{3}; [\d,]+ tokens/s", flops_line)
     real = losses(lines)
     untrained = torch.tensor(float(len(ALPHABET))).log().item()
     assert len(real) == 30 and real[0] == pytest.approx(untrained, abs=0.3)
@@ -103,6 +103,7 @@ def test_output_is_nanogpts_one_line_more_and_json(capsys):
                        **MEMORY_OF_FULL_STACK)
     tflops = flops_per_token(config).total * f['tokens_per_second'] / 1e12
     assert f['model_tflops_per_second'] == pytest.approx(tflops)
+    assert f"{tflops / f['matmul_tflops_per_second']:.0%} of a matmul's" in flops_line
     assert f['mfu'] > tflops / 312  # nanoGPT's formula counts keys that no query sees
 
 
