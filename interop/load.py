@@ -110,6 +110,9 @@ def tokenizer_of(dataset: str, vocab_size: int, known: str, data_root: Path, sto
     if meta is None and vocab_size < 50257:
         raise UserError(f'the model has {vocab_size} tokens, but data/{dataset}/meta.pkl, which '
                         f'says what they are, is missing: run python data/{dataset}/prepare.py')
+    if meta is not None and 'stoi' not in meta and vocab_size < 50257:
+        raise UserError(f'the model has {vocab_size} tokens, but {source} does not say what they '
+                        'are (stoi, itos)')
     print('No meta.pkl found, assuming GPT-2 encodings...' if meta is None
           else visible(f'Loading meta from {source}...'))
     tokenizer = load_tokenizer(meta)

@@ -250,6 +250,7 @@ def test_older_checkpoints_depend_on_the_data_set(refused, out, own_data_root):
     refused(sample.main, for_sample(out, start='AB'), 'data/tiny', 'prepared again')
     meta.write_bytes(pickle.dumps({'vocab_size': 12}))  # BPE
     refused(train.main, for_train(out), "'tiny'", 'not those')
+    refused(sample.main, for_sample(out), 'data/tiny/meta.pkl does not say', '12 tokens')
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
