@@ -59,7 +59,7 @@ def test_they_run_one_after_another(shell):
     assert PREPARED.joinpath('train.bin').is_file()
 
     out = shell('make demo')
-    assert 'step 750: ' in out and out.count('-' * 15) == 2
+    assert 'step 800: ' in out and out.count('-' * 15) == 2
     assert '32.0x smaller than vanilla float32' in out
 
     out = shell('python sample.py')

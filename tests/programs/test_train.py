@@ -132,7 +132,7 @@ def test_gradient_accumulation_is_one_bigger_batch(tmp_path, final_weights):
     """Two micro-batches of 4 have the windows of one batch of 8: same gradients except rounding."""
     def trained_on(batch_size, n):
         run_train(tmp_path / f'{batch_size}x{n}', max_iters=0, batch_size=batch_size,
-                  gradient_accumulation_steps=n, beta2=0.99)
+                  gradient_accumulation_steps=n, beta2=0.99, dtype='float32')
         return final_weights()
     one, two, half = trained_on(8, 1), trained_on(4, 2), trained_on(4, 1)
     assert max((one[name] - two[name]).abs().max().item() for name in one) < 1e-4
