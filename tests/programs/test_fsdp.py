@@ -50,8 +50,8 @@ def test_two_processes_have_the_losses_of_one(tmp_path, sharded):
     *((STACK, dict(recompute=policy)) for policy in (
         'selective', 'mlp', 'block', 'every:3', 'sqrt', 'offload'))], ids=str)
 def test_four_processes_have_the_losses_of_one(tmp_path, data_root, config, more):
-    run_train(tmp_path / 'one', config, **SIX_STEPS, **more)
-    run(data_root, 4, tmp_path / 'four', config, **SIX_STEPS, **FSDP, **more)
+    run_train(tmp_path / 'one', config, **SIX_STEPS | more)
+    run(data_root, 4, tmp_path / 'four', config, **SIX_STEPS | FSDP | more)
     one, four = (metrics(tmp_path / name) for name in ('one', 'four'))
     if more.keys() & {'optimizer', 'int8_training', 'int8_forward', 'dtype'}:
         # these round, so a small difference can grow
