@@ -3,6 +3,7 @@
 The model may be fake (`training.memory`). Compiled models fuse operations and keep less.
 """
 import contextlib
+import math
 import weakref
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -15,10 +16,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 import attention.kernels.flex
-import training.native  # noqa: F401  (defines torch.ops.nanokv)
 from config.errors import UserError
 from config.sizes import available_memory, nice_bytes
 from kv.parts import tensor_nbytes
+from training import native
 from training.device import memory_use
 from training.host_optimizer import HostAdamW
 from training.optim import state_nbytes
@@ -153,7 +154,10 @@ class StorageTracker(TorchDispatchMode):
 
 def _scratch_bytes(func, inputs) -> int:
     """Return the bytes of a kernel's workspace: for logsumexp a tensor of its input's size, for a
-    sum of two dtypes on a CPU the narrower operand, converted to the wider dtype."""
+    sum of two dtypes on a CPU the narrower operand, converted to the wider dtype, for the backward
+    pass of attention in C++ its sums."""
+    if func is torch.ops.nanokv.attention_backward.default:
+        return 4 * math.prod(native.sums_shape(inputs[1]))
     if func is aten.logsumexp.default:
         return inputs[0].nbytes
     is_add = func in (aten.add.Tensor, aten.add_.Tensor) and len(inputs) == 2

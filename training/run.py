@@ -40,6 +40,8 @@ class Run:
         self.manager = CheckpointManager(self.out_dir, s.keep_checkpoints)
         self.path, self.origin = self.manager.path, checkpoint_in(s.out_dir, s.resume_from)
         self.dtype = native.training_dtype(s, self.device)
+        if len(set(ranks.gather(self.dtype))) > 1:  # machines of different kinds
+            self.dtype = torch.float32
         self.autocast = autocast(self.device, self.dtype)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         self.sharded = s.parallel == 'fsdp' and ranks.world_size > 1
@@ -110,9 +112,9 @@ class Run:
         print(describe_attention(model, self.dtype, model.config.dropout))
         if native.wanted(s, self.device):
             native.speed_up(model)
-            matmuls = 'in bfloat16 ' if self.dtype == torch.bfloat16 else ''
-            print(f"training on a CPU: matmuls {matmuls}by torch, all else in C++ "
-                  "(with dtype='float32' all by torch)")
+            matmuls = ', matmuls in bfloat16' if self.dtype == torch.bfloat16 else ''
+            print(f'training on a CPU: attention, QK-norm, GELU and loss in C++{matmuls} '
+                  "(dtype='float32' uses torch's)")
         print(f'number of parameters: {model.get_num_params() / 1e6:.2f}M')
 
     def _compile_and_distribute(self):

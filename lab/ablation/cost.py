@@ -171,6 +171,6 @@ class Speed:
             if native.wanted(s, self.device):
                 native.speed_up(model)
             self.models[key] = TrainingSteps(
-                model, s.batch_size, config.block_size, self.dtype,
+                model, s.batch_size, config.block_size, native.training_dtype(s, self.device),
                 lambda model: make_optimizer(model, s, self.device.type))
         return s.batch_size * config.block_size / self.models[key]()

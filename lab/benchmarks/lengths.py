@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lab.benchmarks import clock
 from lab.benchmarks.steps import TrainingSteps, training_models
-from training.device import pick_dtype
+from training import native
 from training.flops import achieved
 from training.loss import linear_cross_entropy
 from training.recompute import set_recompute
@@ -21,7 +21,7 @@ def run(s, data_root: Path) -> dict:
         model.loss_fn = linear_cross_entropy if s.chunked_loss else None
     cells = []
     for context, batch in shapes:
-        steps = {name: TrainingSteps(model, batch, context, pick_dtype(s.dtype, model.device))
+        steps = {name: TrainingSteps(model, batch, context, native.training_dtype(s, model.device))
                  for name, model in models.items()}
         times = clock.alternate(steps, s.repeats, f'sequences of {context}, batch {batch}')
         sides = {name: {'batch': batch, **clock.metrics(seconds, 'step_ms', batch * context),

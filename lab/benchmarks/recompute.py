@@ -11,7 +11,7 @@ import torch
 
 from lab.benchmarks import clock
 from lab.benchmarks.steps import TrainingSteps, training_models
-from training.device import pick_dtype
+from training import native
 from training.loss import linear_cross_entropy
 from training.memory_use import measure as measure_memory
 from training.recompute import Recompute, set_recompute
@@ -28,7 +28,7 @@ def run(s, data_root: Path) -> dict:
     cells = []
     for context, batch in shapes:
         for name, model in models.items():
-            steps = TrainingSteps(model, batch, context, pick_dtype(s.dtype, model.device))
+            steps = TrainingSteps(model, batch, context, native.training_dtype(s, model.device))
             title = f'{name}: sequences of {context}, batch {batch}'
             found = measure(steps, [*names, WHOLE], s.repeats, title)
             cells.append({'model': name, 'context': context} | found)

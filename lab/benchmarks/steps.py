@@ -9,7 +9,7 @@ import torch
 from config.errors import UserError
 from lab.benchmarks import clock, setting
 from training import native
-from training.device import autocast, pick_dtype
+from training.device import autocast
 from training.update import GuardedUpdate, propagate_nonfinite
 
 GRAD_CLIP = 1.0  # train.py's default
@@ -33,7 +33,7 @@ def training_models(s, data_root: Path):
         vanilla = setting.vanilla_config(config, max(shapes)[0])
         models['vanilla'] = setting.build(vanilla, s, torch.float32)
     device = models['ours'].device
-    dtype = pick_dtype(s.dtype, device)
+    dtype = native.training_dtype(s, device)
     if native.wanted(s, device):
         for model in models.values():
             native.speed_up(model)

@@ -4,7 +4,8 @@ chunks, clipped gradients, AdamW; without dropout.
 After 10 warm-up steps, 20 are timed; with against='nanogpt', they are interleaved, 4 at a time,
 with 20 of nanoGPT's own model, which computes its loss from all logits at once. MFU is as in
 nanoGPT (every query attends to every key, relative to an A100's 312 TFLOP/s); the line below it
-counts only the visible keys (`training/flops.py`), relative to a matmul alone.
+counts only the visible keys (`training/flops.py`), relative to a matmul alone. nanoGPT's model has
+the same dtype; on a CPU it may be faster in another (--dtype=float32).
 """
 import statistics
 from pathlib import Path

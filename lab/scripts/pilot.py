@@ -27,15 +27,15 @@ def arguments(tokens: int) -> list[str]:
 def continue_trunks(tokens: int, longer: int, seeds: list[int]) -> None:
     """Begin the runs of a longer budget with the checkpoints from before the cooldown."""
     (_, short), (_, long) = (read_ladder(arguments(n), echo=False) for n in (tokens, longer))
-    before = ITERATIONS[tokens] * 4 // 5
+    kept = f'ckpt_{ITERATIONS[tokens] * 4 // 5:07d}.pt'
     for name in short.s.rows:
         for seed in seeds:
             source = Results(short).out_dir(short.rows[name], seed)
             target = Results(long).out_dir(long.rows[name], seed)
-            if (source / f'ckpt_{before}.pt').exists() and not (target / 'ckpt.pt').exists():
+            if not (target / 'ckpt.pt').exists():
                 target.mkdir(parents=True, exist_ok=True)
                 shutil.copy(source / 'metrics.jsonl', target)
-                shutil.copy(source / f'ckpt_{before}.pt', target / 'ckpt.pt')
+                shutil.copy(source / kept, target / 'ckpt.pt')
 
 
 def main():

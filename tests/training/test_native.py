@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention import causal_attention
@@ -18,6 +19,7 @@ from config.gpt_config import GPTConfig
 from model import GPT
 from tests.helpers.models import FULL_STACK, VOCAB
 from training import loss, native
+from training.memory_use import StorageTracker
 from training.recompute import set_recompute
 from training.z_loss import add_z_loss
 
@@ -60,8 +62,9 @@ def test_attention_is_what_float64_gives(B, H, n_kv_head, D, T, window, with_sin
                              (q, k, v, sink), margin=4.0, dtype=dtype)
 
 
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize('window', [0, 20])
-def test_several_threads_share_a_k_v_head(window):
+def test_several_threads_share_a_k_v_head(window, dtype):
     """Each has some of its queries, and sums of its own for the gradients of K and V."""
     torch.manual_seed(0)
     n_threads, q = torch.get_num_threads(), torch.randn(1, 4, 100, 16)
@@ -72,7 +75,7 @@ def test_several_threads_share_a_k_v_head(window):
     torch.set_num_threads(3)
     try:
         assert_as_close_as_torch(of(native.attend), of(causal_attention), of(math_attention),
-                                 (q, k, v), margin=4.0)
+                                 (q, k, v), margin=4.0, dtype=dtype)
     finally:
         torch.set_num_threads(n_threads)
 
@@ -252,6 +255,23 @@ def test_every_operator_is_used():
     assert found['nanokv::norm'] == 2 * found['nanokv::norm_backward'] > n  # recomputed
     assert found['nanokv::gelu'] == 3 * n
     assert found['nanokv::cross_entropy'] == 1
+
+
+def test_predicted_memory_has_the_sums_of_attention(monkeypatch):
+    """Each thread that shares a K/V head has some of its own."""
+    def peak():
+        tracker = StorageTracker(GPT(GPTConfig(**VANILLA)))
+        with FakeTensorMode():
+            q, k, v, y, dy = torch.empty(5, 1, 1, 512, 16)
+            lse = torch.empty(1, 1, 512)
+            with tracker:
+                torch.ops.nanokv.attention_backward(q, k, v, None, None, y, lse, dy, 0, 0.0)
+        return tracker.peak
+    peaks = []
+    for n in (1, 3):
+        monkeypatch.setattr(torch, 'get_num_threads', lambda: n)
+        peaks.append(peak())
+    assert peaks[1] - peaks[0] == 2 * 2 * (512 + 16) * 16 * 4
 
 
 def test_z_loss_stays():

@@ -129,12 +129,14 @@ def _empty_attention(q, k, v, sink, seed, window, dropout):
     return _like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _empty_gradients(q, k, v, sink, seed, y, lse, dy, window, dropout, sums=False):
-    """sums: also the memory that the function takes meanwhile. (It counts in a prediction.)"""
+def _empty_gradients(q, k, v, sink, seed, y, lse, dy, window, dropout):
+    return _like(q), _like(k), _like(v), torch.empty_like(lse[0, :, 0])
+
+
+def sums_shape(k) -> tuple[int, ...]:
+    """The shape of the sums (float32) that the backward pass of attention holds meanwhile."""
     rows, width = (-(-n // 16) * 16 for n in k.shape[2:])
-    held = k.new_empty(k.size(0) * k.size(1) * _parts(k), 2, rows + 16, width, dtype=torch.float32)
-    found = _like(q), _like(k), _like(v), torch.empty_like(lse[0, :, 0])
-    return (*found, held) if sums else found
+    return k.size(0) * k.size(1) * _parts(k), 2, rows + 16, width
 
 
 def _parts(k) -> int:
@@ -167,8 +169,8 @@ def attention(q, k, v, sink, seed, window, dropout):
           _empty_gradients)
 def attention_backward(q, k, v, sink, seed, y, lse, dy, window, dropout):
     """The gradients of q, k, v, and of sink (0 without one)."""
-    dq, dk, dv, dsink, sums = _empty_gradients(q, k, v, sink, seed, y, lse, dy, window, dropout,
-                                               sums=True)
+    dq, dk, dv, dsink = _empty_gradients(q, k, v, sink, seed, y, lse, dy, window, dropout)
+    sums = k.new_empty(sums_shape(k), dtype=torch.float32)
     dsink.zero_()
     call = _attention(q, k, v, sink, seed, window, dropout, lse, y=y, dy=dy, dq=dq, dk=dk, dv=dv)
     call.sums, call.dsink = sums.data_ptr(), None if sink is None else dsink.data_ptr()
@@ -235,9 +237,10 @@ def cross_entropy(logits, targets, ignored):
 
 def attend(q, k, v, window: int = 0, dropout_p: float = 0.0, backend: str = 'auto', sink=None):
     """Like `attention.causal_attention`; backends other than 'auto' are torch's."""
-    whole = sink is None or _takes(sink, dtypes=(torch.float32,))
-    if backend != 'auto' or not (whole and _takes(q, k, v)) or q.size(-1) > WIDEST:
+    if (backend != 'auto' or not _takes(q, k, v) or q.size(-1) > WIDEST
+            or sink is not None and not _takes(sink)):
         return causal_attention(q, k, v, window, dropout_p, backend, sink)
+    sink = None if sink is None else sink.float()  # FSDP2 gathers bfloat16
     return _Attend.apply(q, k, v, sink, window, dropout_p)
 
 
@@ -293,11 +296,10 @@ class _Gelu(torch.autograd.Function):
 def normed_and_rotated(x, qk_norm, rope=None):
     """Like `attention.rope.norm_and_rotate`."""
     cos, sin = rope or (None, None)
-    if (qk_norm is None or not _takes(x) or x.size(-1) > WIDEST
-            or not _takes(qk_norm.weight, cos, dtypes=(torch.float32,))
-            or cos is not None and cos.dim() != 2):
+    if (qk_norm is None or not _takes(x) or x.size(-1) > WIDEST or not _takes(qk_norm.weight)
+            or cos is not None and (cos.dim() != 2 or cos.dtype != torch.float32)):
         return norm_and_rotate(x, qk_norm, rope)
-    return _Norm.apply(x, qk_norm.weight, cos, sin, qk_norm.eps)
+    return _Norm.apply(x, qk_norm.weight.float(), cos, sin, qk_norm.eps)
 
 
 class _Norm(torch.autograd.Function):
