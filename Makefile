@@ -22,7 +22,7 @@ $(VENV)/.installed-test: $(VENV)/.installed requirements-test.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements-test.txt
 	@touch $@
 
-demo: $(VENV)/.installed  ## train the default config on Shakespeare, sample from it, report its KV cache (about 5 minutes on 2 cores)
+demo: $(VENV)/.installed  ## train the default config on Shakespeare, sample from it, report its KV cache (3 to 6 minutes on 2 cores)
 	$(BIN)/python train.py config/train_mqa_local.py
 	$(BIN)/python sample.py config/train_mqa_local.py --num_samples=2 --max_new_tokens=255 --temperature=0.6
 

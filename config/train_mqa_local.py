@@ -1,4 +1,4 @@
-# The demo: a Shakespeare GPT with the smallest KV cache, trained in about 3 minutes on 2 CPU cores.
+# The demo: a Shakespeare GPT with the smallest KV cache, trained in 3 to 4 minutes on 2 CPU cores.
 #   python train.py config/train_mqa_local.py
 #   python sample.py config/train_mqa_local.py
 out_dir = 'out-mqa-local'

@@ -24,17 +24,17 @@ CORE_TOKENS = 15_500
 # number. These are the sizes of today; the aim is 24,000 lines without tests, 22,500 of tests.
 BUDGETS = {
     'train.py sample.py chat.py serve.py ablate.py bench.py': 1_029,
-    'lab/': 6_407,
+    'lab/': 6_422,
     'serving/': 1_454,
-    'interop/': 1_804,
-    'training/': 4_273,
+    'interop/': 1_807,
+    'training/': 4_281,
     'extension/': 84,
     'engine/': 4_972,
     'attention/kernels/': 815,
-    'kv/': 1_281,  # without the core
+    'kv/': 1_282,  # without the core
     'data/': 2_637,
-    'config/ configurator.py': 1_994,
-    'tests/': 26_730,
+    'config/ configurator.py': 2_000,
+    'tests/': 26_755,
 }
 house = pytest.mark.house
 
