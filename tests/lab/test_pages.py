@@ -82,8 +82,8 @@ def sentences() -> list[tuple[str, str]]:
                       "of our bfloat16 cache at 1,024 tokens, and "
                       f"{gemma[8192] / kv[8192]['bfloat16']['kv_bytes']:.1f} times at 8,192"),
         ('README.md', f"held-out works with {seeds['mqa_local']} bits per byte"),
-        ('README.md', f"It reaches {seeds['rope_mha']} after"),
-        ('README.md', f"(`config/train_vanilla.py`) reaches {seeds['vanilla']}."),
+        ('README.md', f"The baseline reaches {seeds['rope_mha']} after"),
+        ('README.md', f"(`config/train_vanilla.py`) reaches {seeds['vanilla']},"),
         ('README.md', f"than that of `+ qk_norm` by {difference(full, 'baseline')}"),
         ('README.md', f"{PRICES['+ wider heads and MLP']['kv']['smaller']:.0f} times fewer bytes "
                       f"in the same dtype and {full['kv']['smaller']:.0f} times fewer in int8"),
@@ -98,7 +98,7 @@ def sentences() -> list[tuple[str, str]]:
         ('README.md', f"the model without savings, by {difference(names, 'baseline')}"),
         ('README.md', f"is {blocks.far_back(names):.2f} nats for the full stack, "
                       f"{blocks.far_back(SOURCE['+ key offset']):.2f} for the model without "
-                      f"savings, and {blocks.far_back(SOURCE['local layers only']):.2f} for local layers"),
+                      f"savings, and {blocks.far_back(SOURCE['local layers only']):.2f} for local"),
         ('README.md', f"full stack (three seeds) | {far['+ int8 KV']:.1f}% |"),
         ('README.md', f"local layers alone (one seed) | {far['local layers only']:.1f}% |"),
         *(('README.md', f"{words} | {right[name]:.1f}% | {facts[name]['kv_bytes']:,} |")
