@@ -4,7 +4,7 @@
 #   python ablate.py config/ablate_pilot.py        # 20 tokens per parameter alone
 #
 # Predicted before the first run, at 20 tokens per parameter, in nats per token: MQA costs 0.03, the
-# window gains 0.05 (a third of what it gained in config/ablate_pysource.py at one token per
+# window gains 0.05 (a quarter of what it gained in config/ablate_pysource.py at 0.7 tokens per
 # parameter), sharing costs 0.03, and the full stack is 0.03 better than the baseline.
 base = 'config/code_vanilla.py'
 n_embd = 80
