@@ -46,14 +46,14 @@ def main():
     args = parser.parse_args()
     _, ladder = read_ladder(arguments(2), echo=False)
     rows = ladder.s.side_rows if args.rates else ladder.s.rows
-    for seed in [1] if args.rates else map(int, args.seeds.split(',')):
-        for tokens, longer in zip(ITERATIONS, (*list(ITERATIONS)[1:], None)):
-            ablate.main([*arguments(tokens), f'--only={",".join(rows)}', f'--seeds={seed}',
-                         f'--jobs={args.jobs}'])
-            if args.rates:
-                break
-            if longer:
-                continue_trunks(tokens, longer, [seed])
+    seeds = '1' if args.rates else args.seeds
+    for tokens, longer in zip(ITERATIONS, (*list(ITERATIONS)[1:], None)):
+        ablate.main([*arguments(tokens), f'--only={",".join(rows)}', f'--seeds={seeds}',
+                     f'--jobs={args.jobs}'])
+        if args.rates:
+            break
+        if longer:
+            continue_trunks(tokens, longer, [int(seed) for seed in seeds.split(',')])
 
 
 if __name__ == '__main__':
