@@ -1,4 +1,4 @@
-"""C++ extensions for CPUs, and the vectors that they share (kernels.h).
+"""C++ extensions for CPUs, and the vectors and threads that they share (kernels.h, threads.h).
 
 Each is compiled on first use for the local processor (with g++, clang++ or $CXX), cached in a
 folder that only the user can access, and called through ctypes. Without a compiler, everything runs
@@ -16,8 +16,10 @@ from pathlib import Path
 from config.files import is_trusted, private_folder, user_cache
 
 HERE = Path(__file__).parent
-FLAGS = ('-O3', '-std=c++17', '-shared', '-fPIC', '-march=native', '-fopenmp', '-fno-math-errno',
-         '-fno-trapping-math')  # NaN and infinity must keep working
+ARM = os.uname().machine in ('aarch64', 'arm64') if os.name == 'posix' else False
+FLAGS = ('-O3', '-std=c++17', '-shared', '-fPIC', '-pthread', '-fopenmp-simd', '-fno-math-errno',
+         '-fno-trapping-math',  # NaN and infinity must keep working
+         '-mcpu=native' if ARM else '-march=native')
 TIMEOUT = 120  # seconds
 
 
@@ -25,11 +27,12 @@ class Unavailable(Exception):
     """The extension cannot be built or loaded; the message says why."""
 
 
-def opened(source: Path, checked) -> ctypes.CDLL | None:
+def opened(source: Path, checked, openmp: bool = False) -> ctypes.CDLL | None:
     """Return the extension of this .cpp file, compiled if necessary, after `checked` has had it.
-    None if it is unavailable, with a note on stderr."""
+    None if it is unavailable, with a note on stderr. openmp: share torch's threads if the compiler
+    knows OpenMP (Apple's does not); else the extension has its own."""
     try:
-        path = _compiled(source)
+        path = _compiled(source, ('-fopenmp',) if openmp else ())
         try:
             return checked(ctypes.CDLL(str(path)))
         except OSError as e:
@@ -40,7 +43,7 @@ def opened(source: Path, checked) -> ctypes.CDLL | None:
         return None
 
 
-def _compiled(source: Path) -> Path:
+def _compiled(source: Path, optional: tuple[str, ...]) -> Path:
     """The shared library for this source, the headers here, compiler, flags and processor."""
     if os.name != 'posix':
         raise Unavailable('it is built on Linux and macOS only')
@@ -49,13 +52,13 @@ def _compiled(source: Path) -> Path:
     if compiler is None:
         raise Unavailable(f"no compiler: {' or '.join(names)} is needed")
     sources = [source, *sorted(HERE.glob('*.h'))]
-    inputs = [compiler, *FLAGS, _processor(), *(path.read_text() for path in sources)]
+    inputs = [compiler, *FLAGS, *optional, _processor(), *(path.read_text() for path in sources)]
     name = hashlib.sha256('\0'.join(inputs).encode()).hexdigest()[:16]
     path = user_cache() / 'native' / f'{name}.so'
     try:
         private_folder(path.parent)
         if not is_trusted(path):  # anyone can compute its name: a file of another user is replaced
-            _compile(compiler, source, path)
+            _compile(compiler, source, path, optional)
     except (OSError, subprocess.TimeoutExpired) as e:
         raise Unavailable(f'{compiler}: {e}') from e
     return path
@@ -71,13 +74,16 @@ def _processor() -> str:
     return '\n'.join(dict.fromkeys(kept))
 
 
-def _compile(compiler: str, source: Path, path: Path) -> None:
+def _compile(compiler: str, source: Path, path: Path, optional: tuple[str, ...]) -> None:
     """Compile to a temporary file first, since another process may be compiling too."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder, 'made.so')
-        command = [compiler, *FLAGS, f'-I{HERE}', str(source), '-o', str(made)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
-        if done.returncode:
+        for flags in dict.fromkeys([optional, ()]):
+            command = [compiler, *FLAGS, *flags, f'-I{HERE}', str(source), '-o', str(made)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+            if not done.returncode:
+                break
+        else:
             lines = [line for line in done.stderr.splitlines() if 'error' in line]
             raise Unavailable(f'{compiler} fails: {(lines or ["no message"])[0].strip()}')
         made.chmod(0o700)  # whatever the umask

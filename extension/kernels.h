@@ -1,8 +1,8 @@
 // Vectors, matmuls and row operations of the decode step (decode.cpp). Plain C++ on GCC's and Clang's
 // vector types, for any processor; only the dot products of int8 and bfloat16 name instructions.
 //
-// Loops marked `omp for` are shared by the threads of the region that calls them, and end in a
-// barrier: every function here but the inline ones is called by all threads.
+// Loops in `share` are divided among the threads of the region that calls them (threads.h): every
+// function with one is called by all of them.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -11,15 +11,11 @@
 #include <type_traits>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
-#if defined(_OPENMP)
-#include <omp.h>
-#else
-inline int omp_get_num_threads() { return 1; }
-inline int omp_get_max_threads() { return 1; }
-inline int omp_get_thread_num() { return 0; }
-#endif
+#include "threads.h"
 
 #define INLINE static inline __attribute__((always_inline))
 #define VECTOR(bytes) __attribute__((vector_size(bytes), aligned(1), may_alias))  // at any address
@@ -65,7 +61,7 @@ struct Two {
         return Two<decltype(a op b.lo)>{a op b.lo, a op b.hi};                                     \
     }
 OPERATOR(+) OPERATOR(-) OPERATOR(*) OPERATOR(/) OPERATOR(<) OPERATOR(>) OPERATOR(&) OPERATOR(|)
-OPERATOR(<<) OPERATOR(>>)
+OPERATOR(^) OPERATOR(<<) OPERATOR(>>)
 template <typename V> INLINE Two<V> operator-(Two<V> a) { return {-a.lo, -a.hi}; }
 template <typename V> INLINE Two<V> operator~(Two<V> a) { return {~a.lo, ~a.hi}; }
 template <typename V, typename B> INLINE Two<V>& operator+=(Two<V>& a, B b) { return a = a + b; }
@@ -217,8 +213,7 @@ static void layer_norm(const float* x, const float* gain, const float* bias, int
 // The inputs x (n,) of a matmul, clamped to `limit` (0 = not at all) and its negative. NaN stays.
 static void clamp(float* x, int64_t n, float limit) {
     if (!limit) return;
-    #pragma omp for schedule(static)
-    for (int64_t i = 0; i < n; i++) x[i] = std::min(std::max(x[i], -limit), limit);
+    share(n, [=](int64_t i) { x[i] = std::min(std::max(x[i], -limit), limit); });
 }
 
 // turn: -1 rotates back.
@@ -280,8 +275,7 @@ struct Int8Rows {
 };
 
 static void quantize_rows(const float* x, int64_t m, int64_t k, int64_t group, Int8Rows out) {
-    #pragma omp for schedule(static)
-    for (int64_t row = 0; row < m; row++) {
+    share(m, [=](int64_t row) {
         const float* from = x + row * k;
         int8_t* to = out.values + row * k;
         float most = largest(from, k), inverse = most > 0 ? 127 / most : 0;
@@ -296,12 +290,18 @@ static void quantize_rows(const float* x, int64_t m, int64_t k, int64_t group, I
             out.sum[(row * k + start) / group] = total;
         }
         out.scale[row] = most / 127;
-    }
+    });
 }
 
-// acc + 4 products a lane: unsigned weights (16 rows of 4) times the 4 signed bytes of x
+// acc + 4 products a lane: weights (16 rows of 4) times the 4 signed bytes of x. The weights are
+// unsigned, but for instructions that take signed bytes only.
+#if defined(__ARM_FEATURE_DOTPROD)
+constexpr bool SIGNED = true;
+#else
+constexpr bool SIGNED = false;
+#endif
 INLINE ints dot4(ints acc, words w, const int8_t* x) {
-#if defined(__AVX512VNNI__) || defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX512VNNI__) || defined(__AVX2__) && !defined(__AVX512F__) || defined(__ARM_FEATURE_DOTPROD)
     int32_t four;
     memcpy(&four, x, 4);
 #endif
@@ -315,6 +315,8 @@ INLINE ints dot4(ints acc, words w, const int8_t* x) {
     const __m256i x_even = _mm256_srai_epi16(_mm256_slli_epi16(all, 8), 8);
     return acc + (ints)_mm256_madd_epi16((__m256i)even, x_even)
                + (ints)_mm256_madd_epi16((__m256i)odd, x_odd);
+#elif defined(__ARM_FEATURE_DOTPROD)
+    return (ints)vdotq_s32((int32x4_t)acc, (int8x16_t)w, (int8x16_t)vdupq_n_s32(four));
 #else
     for (int j = 0; j < 4; j++) acc += (ints)((w >> (8 * j)) & 0xff) * (int32_t)x[j];
     return acc;
@@ -327,7 +329,7 @@ template <typename V, typename W> INLINE Two<V> dot4(Two<V> acc, Two<W> w, const
 // Weight rows that a thread takes at a time: about 192 KB, so that the threads read neighbouring
 // memory, which is faster than two streams far apart; fewer where that would be all.
 INLINE int64_t rows_at_once(const Linear& l, int64_t row_bytes, int64_t multiple) {
-    int64_t rows = std::min<int64_t>(196608 / row_bytes, l.n / (4 * omp_get_num_threads()));
+    int64_t rows = std::min<int64_t>(196608 / row_bytes, l.n / (4 * threads_here()));
     return std::max<int64_t>(1, rows / multiple);
 }
 
@@ -343,10 +345,10 @@ static void int8_tile(const Linear& l, const Int8Rows& x, int64_t row, int64_t b
     i16x acc[R][BLOCKS][UNROLL] = {};
     int64_t i = 0;
     auto add = [&](int u) {
-        for (int b = 0; b < BLOCKS; b++)
-            for (int r = 0; r < R; r++)
-                acc[r][b][u] = dot4(acc[r][b][u], bytes(w + (b * k + i) * LANES),
-                                    values + r * k + i);
+        for (int b = 0; b < BLOCKS; b++) {
+            const b64x weights = bytes(w + (b * k + i) * LANES) ^ (SIGNED ? 0x80808080u : 0u);
+            for (int r = 0; r < R; r++) acc[r][b][u] = dot4(acc[r][b][u], weights, values + r * k + i);
+        }
         i += 4;
     };
     while (i + 4 * UNROLL <= k)
@@ -356,7 +358,7 @@ static void int8_tile(const Linear& l, const Int8Rows& x, int64_t row, int64_t b
         for (int r = 0; r < R; r++) {
             for (int u = 1; u < UNROLL; u++) acc[r][b][0] += acc[r][b][u];
             int64_t column = (block + b) * LANES;
-            i16x dot = acc[r][b][0] - 128 * x.sum[row + r];
+            i16x dot = acc[r][b][0] - (SIGNED ? 0 : 128) * x.sum[row + r];
             f16x value = converted(dot) * (load((const float*)l.scale + column) * x.scale[row + r]);
             finish16(value, l.bias ? l.bias + column : nullptr, y + (row + r) * l.n + column,
                      l.n - column, finish);
@@ -376,11 +378,11 @@ static void int8_rows(const Linear& l, const Int8Rows& x, int64_t m, int64_t blo
 
 static void int8_matmul(const Linear& l, const Int8Rows& x, int64_t m, float* y, int finish) {
     const int64_t blocks = (l.n + LANES - 1) / LANES, step = m < 8 || !WIDE ? 1 : 2;
-    #pragma omp for schedule(dynamic, rows_at_once(l, l.k, step * LANES))
-    for (int64_t block = 0; block < blocks; block += step) {
+    share((blocks + step - 1) / step, rows_at_once(l, l.k, step * LANES), [&](int64_t i) {
+        const int64_t block = i * step;
         if (step == 2 && block + 1 < blocks) int8_rows<2>(l, x, m, block, y, finish);
         else int8_rows<1>(l, x, m, block, y, finish);
-    }
+    });
 }
 
 // R rows of x against a block of 16 weight rows in groups of columns that have a scale. For each 8
@@ -414,13 +416,12 @@ static void int4_tile(const Linear& l, const Int8Rows& x, int64_t row, int64_t b
 
 static void int4_matmul(const Linear& l, const Int8Rows& x, int64_t m, float* y, int finish) {
     const int64_t blocks = (l.n + LANES - 1) / LANES;
-    #pragma omp for schedule(dynamic, rows_at_once(l, l.k / 2, LANES))
-    for (int64_t block = 0; block < blocks; block++) {
+    share(blocks, rows_at_once(l, l.k / 2, LANES), [&](int64_t block) {
         int64_t row = 0;
         for (; row + 4 <= m; row += 4) int4_tile<4>(l, x, row, block, y, finish);
         if (row + 2 <= m) int4_tile<2>(l, x, row, block, y, finish), row += 2;
         if (row < m) int4_tile<1>(l, x, row, block, y, finish);
-    }
+    });
 }
 
 // Dot products of R rows of x with a row of a weight, which is read where it is: out[r * LANES]
@@ -524,20 +525,20 @@ static void group_rows(const Linear& l, const float* x, int64_t group, int64_t m
 // to: the first rows of x (m, k) in groups; those past m are undefined
 template <typename W>
 static void transpose(const float* x, int64_t m, int64_t k, int64_t groups, float* to) {
-    #pragma omp for schedule(static) collapse(2)
-    for (int64_t group = 0; group < groups; group++)
-        for (int64_t i = 0; i < k; i += 8)
-            for (int64_t r = 0; r < std::min<int64_t>(LANES, m - group * LANES); r++) {
-                const float* from = x + (group * LANES + r) * k + i;
-                float* unit = to + (group * k + i) / AT_ONCE<W> * LANES + r;
-                if constexpr (AT_ONCE<W> == 1) {
-                    for (int j = 0; j < 8; j++) unit[j * LANES] = from[j];
-                } else {
-                    uint16_t rounded[8];
-                    for (int j = 0; j < 8; j++) rounded[j] = to_bfloat16(from[j]);
-                    for (int j = 0; j < 4; j++) memcpy(unit + j * LANES, rounded + 2 * j, 4);
-                }
+    share(groups * (k / 8), [=](int64_t item) {
+        const int64_t group = item / (k / 8), i = item % (k / 8) * 8;
+        for (int64_t r = 0; r < std::min<int64_t>(LANES, m - group * LANES); r++) {
+            const float* from = x + (group * LANES + r) * k + i;
+            float* unit = to + (group * k + i) / AT_ONCE<W> * LANES + r;
+            if constexpr (AT_ONCE<W> == 1) {
+                for (int j = 0; j < 8; j++) unit[j * LANES] = from[j];
+            } else {
+                uint16_t rounded[8];
+                for (int j = 0; j < 8; j++) rounded[j] = to_bfloat16(from[j]);
+                for (int j = 0; j < 4; j++) memcpy(unit + j * LANES, rounded + 2 * j, 4);
             }
+        }
+    });
 }
 
 // room: for m + 16 rows of x. Up to three rows that are left over are faster one by one. With bfloat16 in
@@ -547,15 +548,14 @@ template <typename W>
 static void float_matmul(const Linear& l, const float* x, int64_t m, float* y, int finish, float* room) {
     const int64_t groups = (m + (AT_ONCE<W> == 2 && m > 3 ? 15 : 12)) / LANES;
     if (groups) transpose<W>(x, m, l.k, groups, room);
-    #pragma omp for schedule(dynamic, rows_at_once(l, l.k * sizeof(W), LANES))
-    for (int64_t column = 0; column < l.n; column += LANES) {
-        int64_t group = 0, row = groups * LANES;
+    share((l.n + LANES - 1) / LANES, rows_at_once(l, l.k * sizeof(W), LANES), [&](int64_t block) {
+        int64_t column = block * LANES, group = 0, row = groups * LANES;
         for (; group + GROUPS <= groups; group += GROUPS) group_rows<GROUPS, W>(l, room, group, m, column, y, finish);
         if (WIDE && group + 2 <= groups) group_rows<2, W>(l, room, group, m, column, y, finish), group += 2;
         if (group < groups) group_rows<1, W>(l, room, group, m, column, y, finish);
         if (row + 2 <= m) float_rows<2, W>(l, x, row, column, y, finish), row += 2;
         if (row < m) float_rows<1, W>(l, x, row, column, y, finish);
-    }
+    });
 }
 
 // y (m, n) = finish(x (m, k) @ weight.T + bias)

@@ -27,14 +27,14 @@ BUDGETS = {
     'lab/': 6_422,
     'serving/': 1_454,
     'interop/': 1_807,
-    'training/': 4_281,
-    'extension/': 84,
+    'training/': 4_289,
+    'extension/': 90,
     'engine/': 4_972,
     'attention/kernels/': 815,
     'kv/': 1_282,  # without the core
     'data/': 2_637,
     'config/ configurator.py': 2_000,
-    'tests/': 26_755,
+    'tests/': 26_981,
 }
 house = pytest.mark.house
 

@@ -468,8 +468,7 @@ static void attention(const Model& model, const Layer& layer, const Step& step, 
     Overwritten& overwritten = w.overwritten[layer.slot];
     Buffer<char> scratch((group + TILE) * D * sizeof(float));  // of each thread
     float* turned = (float*)scratch.data();
-    #pragma omp for schedule(static)
-    for (int64_t i = 0; i < step.m; i++) {
+    share(step.m, [&](int64_t i) {
         float *q = &w.qkv[i * width], *k = q + HD;
         const float* cos = layer.cos ? layer.cos + step.positions[i] * D : nullptr;
         const float* sin = layer.sin ? layer.sin + step.positions[i] * D : nullptr;
@@ -477,7 +476,7 @@ static void attention(const Model& model, const Layer& layer, const Step& step, 
             norm_and_rotate(q + head * D, layer.q_norm, cos, sin, D, turned);
             for (int64_t d = 0; d < D; d++) q[head * D + d] /= std::sqrt((float)D);
         }
-        if (!layer.owns) continue;
+        if (!layer.owns) return;
         for (int64_t g = 0; g < Hkv; g++)
             norm_and_rotate(k + g * D, layer.k_norm, cos, sin, D, turned);
         const int64_t position = step.positions[i];
@@ -487,31 +486,28 @@ static void attention(const Model& model, const Layer& layer, const Step& step, 
             (overwritten.*save)(slot, step.rows[i], index_of(slot, position), i, Hkv, D);
         }
         append(model, slot, step, i, k, k + Hkv * D);
-    }
-    #pragma omp for schedule(dynamic, 1)
-    for (int64_t item = 0; item < (int64_t)parts.parts.size() * Hkv; item++) {
+    });
+    share(parts.parts.size() * Hkv, 1, [&](int64_t item) {
         const Part& part = parts.parts[item / Hkv];
         auto attend = slot.dtype == INT8 ? attend_part<int8_t>
                     : slot.dtype == BFLOAT16 ? attend_part<uint16_t> : attend_part<float>;
         attend(model, part.overwritten ? overwritten.slot : slot, step, part, item % Hkv, &w.qkv[part.i * width + item % Hkv * group * D],
                &w.results[item * size], scratch.data());
-    }
-    #pragma omp for schedule(static)
-    for (int64_t i = 0; i < step.m; i++) {
+    });
+    share(step.m, [&](int64_t i) {
         float* y = &w.y[i * HD];
         join_parts(model, layer.sink, &w.results[parts.first[i] * Hkv * size],
                    parts.first[i + 1] - parts.first[i], y);
-        if (slot.k != slot.v || !layer.cos) continue;
+        if (slot.k != slot.v || !layer.cos) return;
         for (int64_t head = 0; head < model.n_head; head++)  // V is rotated: rotate back
             norm_and_rotate(y + head * D, nullptr, layer.cos + step.positions[i] * D,
                             layer.sin + step.positions[i] * D, D, turned, -1);
-    }
+    });
 }
 
 static void norm_rows(const float* x, const float* gain, const float* bias, int64_t m, int64_t n,
                       float* y) {
-    #pragma omp for schedule(static)
-    for (int64_t i = 0; i < m; i++) layer_norm(x + i * n, gain, bias, n, y + i * n);
+    share(m, [=](int64_t i) { layer_norm(x + i * n, gain, bias, n, y + i * n); });
 }
 
 extern "C" void nanokv_decode(const Model* model_, const Step* step_) {
@@ -543,14 +539,12 @@ extern "C" void nanokv_decode(const Model* model_, const Step* step_) {
     float *x = w.x.data(), *h = w.h.data();
     Workspace* shared = &w;  // thread_local: the other threads have one of their own
 
-    #pragma omp parallel num_threads(step.threads)
-    {
-        #pragma omp for schedule(static)
-        for (int64_t i = 0; i < m; i++) {
+    in_parallel(step.threads, [&] {
+        share(m, [&](int64_t i) {
             if (model.wte) add_row(model.wte, model.wte_dtype, step.tokens[i], C, x + i * C);
             else add_int8_row(model.lm_head, step.tokens[i], x + i * C);
             if (model.wpe) add_row(model.wpe, model.wpe_dtype, step.positions[i], C, x + i * C);
-        }
+        });
         for (int64_t l = 0; l < model.n_layer; l++) {
             const Layer& layer = model.layers[l];
             norm_rows(x, layer.ln_1, layer.ln_1_bias, m, C, h);
@@ -565,11 +559,11 @@ extern "C" void nanokv_decode(const Model* model_, const Step* step_) {
             clamp(shared->mlp.data(), m * layer.c_fc.n, model.act_clamp);
             matmul(layer.mlp_proj, shared->mlp.data(), m, x, ADD, rows);
         }
-        #pragma omp for schedule(static)
-        for (int64_t r = 0; r < step.n_wanted; r++)
+        share(step.n_wanted, [&](int64_t r) {
             layer_norm(x + step.wanted[r] * C, model.ln_f, model.ln_f_bias, C, h + r * C);
+        });
         matmul(model.lm_head, h, step.n_wanted, step.logits, STORE, rows);
-    }
+    });
 }
 
 // y (m, n) = x (m, k) @ weight.T + bias
@@ -579,8 +573,7 @@ extern "C" void nanokv_linear(const Linear* linear, const float* x, int64_t m, f
     Buffer<float> scale(m);
     Buffer<int32_t> sums(quantized ? m * linear->k / linear->group : 0);
     Int8Rows rows{values.data(), scale.data(), sums.data()};
-    #pragma omp parallel num_threads(threads)
-    matmul(*linear, x, m, y, STORE, rows);
+    in_parallel(threads, [&] { matmul(*linear, x, m, y, STORE, rows); });
 }
 
 extern "C" int64_t nanokv_sizes(int64_t which) {  // of the structs, to compare with those in Python

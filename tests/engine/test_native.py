@@ -3,6 +3,8 @@ import ctypes
 import os
 import shutil
 import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from engine.pages.cache import PagedKVCache
 from engine.weights.quantize import quantize_weights
 from generate import Generation, Sampler
 from tests.helpers.models import FULL_STACK, random_model, tokens
+import training.native
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason='no compiler here')
 WIDE = dict(FULL_STACK, n_embd=32, head_dim=16, mlp_hidden=48)
@@ -199,6 +202,27 @@ def test_threads_do_not_change_the_result(wide):
     assert all((x - found[0]).abs().max() < 1e-4 for x in found)
 
 
+def decoded(model, n=20):
+    decode = native_decode(model, model.new_cache(2, 64).fill_(0))
+    return torch.stack([decode(tokens(2, 1, seed=k)).clone() for k in range(n)])
+
+
+def test_a_forked_process_has_threads_of_its_own(wide):
+    expected = decoded(wide)
+    child = os.fork()
+    if not child:
+        os._exit(not torch.allclose(decoded(wide), expected, atol=1e-4))
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_several_callers_at_once(wide):
+    """One has the threads, the others work alone."""
+    expected = decoded(wide)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: decoded(wide), range(12)))
+    assert all((x - expected).abs().max() < 1e-4 for x in found)
+
+
 def test_logits_that_are_not_finite_show_it(wide):
     with torch.no_grad():
         wide.transformer.h[2].mlp.c_fc.bias[3] = torch.nan
@@ -231,13 +255,13 @@ def test_where_it_cannot_serve_the_model_does(fields, dtype, kv_dtype, named, ca
 @pytest.fixture(scope='module')
 def built():
     """The file of the extension that this process uses."""
-    return extension._compiled(native.SOURCE)
+    return extension._compiled(native.SOURCE, ())
 
 
 @pytest.fixture
 def quickly(built, monkeypatch):
     """Copy the extension in place of compiling it again."""
-    def copied(compiler, source, path):
+    def copied(compiler, source, path, optional):
         shutil.copy(built, path.with_suffix('.tmp'))
         path.with_suffix('.tmp').replace(path)
     monkeypatch.setattr(extension, '_compile', copied)
@@ -279,6 +303,16 @@ def test_a_library_with_other_structs_is_not_used(unbuilt, quickly, monkeypatch,
         _fields_ = [*native.Step._fields_, ('more', ctypes.c_int64)]
     monkeypatch.setattr(native, 'Step', Wider)
     assert native.library() is None and 'a different size' in capsys.readouterr().err
+
+
+def test_without_openmp_it_has_threads_of_its_own(unbuilt, monkeypatch):
+    wrapper = unbuilt / 'c++'
+    wrapper.write_text('#!/bin/sh\ncase "$*" in *-fopenmp\\ *) exit 1;; esac\n'
+                       'echo "$*" >> "$0.log"; exec c++ "$@"\n')
+    wrapper.chmod(0o700)
+    monkeypatch.setenv('CXX', str(wrapper))
+    found = extension.opened(training.native.SOURCE, training.native._checked, openmp=True)
+    assert found is not None and '-fopenmp-simd' in Path(f'{wrapper}.log').read_text()
 
 
 def test_it_is_compiled_once_and_kept(unbuilt, quickly, monkeypatch):
@@ -323,5 +357,5 @@ def test_a_relative_cache_folder_is_ignored(unbuilt, monkeypatch):
     monkeypatch.chdir(unbuilt)
     monkeypatch.setenv('XDG_CACHE_HOME', '.')
     monkeypatch.setenv('HOME', str(unbuilt / 'home'))
-    monkeypatch.setattr(extension, '_compile', lambda compiler, source, path: 0)
-    assert extension._compiled(native.SOURCE).is_relative_to(unbuilt / 'home')
+    monkeypatch.setattr(extension, '_compile', lambda *_: 0)
+    assert extension._compiled(native.SOURCE, ()).is_relative_to(unbuilt / 'home')

@@ -20,6 +20,7 @@ import extension
 from training import loss
 from training.device import multiplies_bfloat16, pick_dtype
 
+SOURCE = Path(__file__).with_name('train.cpp')
 WIDEST = 1024  # head_dim
 
 
@@ -31,20 +32,21 @@ class Heads(ctypes.Structure):
 class Attention(ctypes.Structure):
     _fields_ = [*((name, Heads) for name in 'q k v y dy dq dk dv'.split()),
                 *((name, ctypes.c_void_p) for name in ('lse', 'sink', 'dsink', 'sums')),
-                *((name, ctypes.c_int64) for name in 'B H Hkv T D parts window'.split()),
+                *((name, ctypes.c_int64) for name in 'B H Hkv T D parts threads window'.split()),
                 ('seed', ctypes.c_uint64), ('dropout', ctypes.c_float)]
 
 
 class Norm(ctypes.Structure):
     _fields_ = [*((name, Heads) for name in 'x y dy dx'.split()),
                 *((name, ctypes.c_void_p) for name in 'gain cos sin dgain'.split()),
-                *((name, ctypes.c_int64) for name in 'BHTD'), ('eps', ctypes.c_float)]
+                *((name, ctypes.c_int64) for name in 'B H T D threads'.split()),
+                ('eps', ctypes.c_float)]
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The extension, compiled if necessary; None, after a note, if that is not possible."""
-    return extension.opened(Path(__file__).with_name('train.cpp'), _checked)
+    return extension.opened(SOURCE, _checked, openmp=True)
 
 
 def _checked(found):
@@ -149,7 +151,8 @@ def _attention(q, k, v, sink, seed, window, dropout, lse, **heads) -> Attention:
     B, H, T, D = q.shape
     return Attention(**{name: _heads(x) for name, x in dict(q=q, k=k, v=v, **heads).items()},
                      lse=lse.data_ptr(), sink=_pointer(sink), B=B, H=H, Hkv=k.size(1), T=T, D=D,
-                     parts=_parts(k), window=min(window or T, T), dropout=dropout,
+                     parts=_parts(k), threads=torch.get_num_threads(),
+                     window=min(window or T, T), dropout=dropout,
                      seed=0 if seed is None else int(seed))
 
 
@@ -183,9 +186,13 @@ def attention_backward(q, k, v, sink, seed, y, lse, dy, window, dropout):
 def gelu(x, dy, tanh):
     """GELU of x; with dy, the gradient of x."""
     y = torch.empty_like(x)
-    library().nanokv_gelu(*_pointers(x, dy, y), ctypes.c_int64(x.numel()), tanh,
+    library().nanokv_gelu(_threads(), *_pointers(x, dy, y), ctypes.c_int64(x.numel()), tanh,
                           x.dtype == torch.bfloat16)
     return y
+
+
+def _threads():
+    return ctypes.c_int64(torch.get_num_threads())
 
 
 def _pointers(*tensors):
@@ -195,7 +202,8 @@ def _pointers(*tensors):
 def _norm(x, gain, cos, sin, eps, **heads) -> Norm:
     B, H, T, D = x.shape
     return Norm(**{name: _heads(t) for name, t in dict(x=x, **heads).items()}, eps=eps,
-                gain=gain.data_ptr(), cos=_pointer(cos), sin=_pointer(sin), B=B, H=H, T=T, D=D)
+                gain=gain.data_ptr(), cos=_pointer(cos), sin=_pointer(sin), B=B, H=H, T=T, D=D,
+                threads=torch.get_num_threads())
 
 
 @operator('norm(Tensor x, Tensor gain, Tensor? cos, Tensor? sin, float eps) -> Tensor',
@@ -228,7 +236,7 @@ def cross_entropy(logits, targets, ignored):
     if low < 0 or high >= n:
         raise IndexError(f'targets from {low} to {high}: there are logits of 0 to {n - 1}')
     losses = logits.new_empty(rows)
-    library().nanokv_cross_entropy(*_pointers(logits, targets.contiguous(), losses),
+    library().nanokv_cross_entropy(_threads(), *_pointers(logits, targets.contiguous(), losses),
                                    *map(ctypes.c_int64, (rows, n, ignored)))
     return losses
 

@@ -93,6 +93,7 @@ struct Attention {
     float* sums;  // for dk and dv of each unit: (B * Hkv * parts, 2, T rounded up + 16, D rounded up)
     int64_t B, H, Hkv, T, D;
     int64_t parts;   // units of work for each K/V head
+    int64_t threads;
     int64_t window;  // keys that a query sees; T or more = all up to its own
     uint64_t seed;   // of dropout
     float dropout;   // probability
@@ -215,8 +216,7 @@ extern "C" void nanokv_attention(const Attention* args) {
     const Attention& a = *args;
     const int64_t parts = a.parts;
     const float scale = 1 / std::sqrt((float)a.D);
-    #pragma omp parallel for schedule(dynamic)
-    for (int64_t unit = 0; unit < a.B * a.Hkv * parts; unit++) {
+    for_each(a.threads, a.B * a.Hkv * parts, 1, [&](int64_t unit) {
         Unit u(a, unit / parts, false);
         for (int64_t index = unit % parts; index * u.block < a.T; index += parts) {
             const Block block(u, index);
@@ -236,7 +236,7 @@ extern "C" void nanokv_attention(const Attention* args) {
                      &u.v[block.start * u.width], u.width, u.y.data(), u.width);
             u.give(u.y, block.first, block.n, a.y);
         }
-    }
+    });
 }
 
 // Scores of a block (in u.p) and gradients of weights (in u.dp) -> weights that V was multiplied by,
@@ -268,8 +268,7 @@ extern "C" void nanokv_attention_backward(const Attention* args) {
     const int64_t size = (rounded_up(a.T) + LANES) * width;
     const float scale = 1 / std::sqrt((float)a.D);
     std::vector<float> sinks(a.dsink ? pairs * parts * a.H : 0);
-    #pragma omp parallel for schedule(dynamic)
-    for (int64_t unit = 0; unit < pairs * parts; unit++) {
+    for_each(a.threads, pairs * parts, 1, [&](int64_t unit) {
         Unit u(a, unit / parts, true);
         std::vector<float> dq(u.q.size());
         float *dk = a.sums + unit * 2 * size, *dv = dk + size;
@@ -291,9 +290,8 @@ extern "C" void nanokv_attention_backward(const Attention* args) {
             for (float& x : dq) x *= scale;
             u.give(dq, block.first, block.n, a.dq);
         }
-    }
-    #pragma omp parallel for schedule(static)
-    for (int64_t row = 0; row < pairs * a.T; row++) {
+    });
+    for_each(a.threads, pairs * a.T, 16, [&](int64_t row) {
         const int64_t pair = row / a.T, t = row % a.T;
         for (int which = 0; which < 2; which++) {
             float totals[WIDEST] = {};
@@ -303,7 +301,7 @@ extern "C" void nanokv_attention_backward(const Attention* args) {
             }
             (which ? a.dv : a.dk).write(pair / a.Hkv, pair % a.Hkv, t, a.D, totals);
         }
-    }
+    });
     for (size_t i = 0; i < sinks.size(); i++) a.dsink[i % a.H] += sinks[i];
 }
 
@@ -339,9 +337,10 @@ INLINE f16x gelu_slope(f16x x, bool tanh) {
 
 // Call f(i, n) for each 16 elements; n < 16 at the end.
 template <typename F>
-static void each16(int64_t size, F f) {
-    #pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < size; i += LANES) f(i, std::min<int64_t>(LANES, size - i));
+static void each16(int64_t threads, int64_t size, F f) {
+    for_each(threads, (size + LANES - 1) / LANES, 1024, [=](int64_t i) {
+        f(i * LANES, std::min<int64_t>(LANES, size - i * LANES));
+    });
 }
 
 template <typename T>
@@ -364,17 +363,17 @@ INLINE void store_some(uint16_t* p, f16x x, int64_t n) {
 
 // y = GELU(x); with dy, y = dy times GELU's slope at x.
 template <typename T>
-static void gelu(const T* x, const T* dy, T* y, int64_t size, bool tanh) {
-    each16(size, [=](int64_t i, int64_t n) {
+static void gelu(int64_t threads, const T* x, const T* dy, T* y, int64_t size, bool tanh) {
+    each16(threads, size, [=](int64_t i, int64_t n) {
         const f16x at = load_some(x + i, n);
         store_some(y + i, dy ? load_some(dy + i, n) * gelu_slope(at, tanh) : gelu_value(at, tanh), n);
     });
 }
 
-extern "C" void nanokv_gelu(const void* x, const void* dy, void* y, int64_t size, int32_t tanh,
-                            int32_t half) {
-    if (half) gelu((const uint16_t*)x, (const uint16_t*)dy, (uint16_t*)y, size, tanh);
-    else gelu((const float*)x, (const float*)dy, (float*)y, size, tanh);
+extern "C" void nanokv_gelu(int64_t threads, const void* x, const void* dy, void* y, int64_t size,
+                            int32_t tanh, int32_t half) {
+    if (half) gelu(threads, (const uint16_t*)x, (const uint16_t*)dy, (uint16_t*)y, size, tanh);
+    else gelu(threads, (const float*)x, (const float*)dy, (float*)y, size, tanh);
 }
 
 // -- QK-norm and RoPE -----------------------------------------------------------------------------
@@ -384,7 +383,7 @@ struct Norm {
     Heads x, y, dy, dx;
     const float *gain, *cos, *sin;
     float* dgain;  // (D,)
-    int64_t B, H, T, D;
+    int64_t B, H, T, D, threads;
     float eps;
 };
 
@@ -412,47 +411,45 @@ INLINE float inverse_norm(const float* x, int64_t n, float eps) {
 
 extern "C" void nanokv_norm(const Norm* args) {
     const Norm& a = *args;
-    #pragma omp parallel for schedule(static) collapse(2)
-    for (int64_t b = 0; b < a.B; b++)
-        for (int64_t t = 0; t < a.T; t++)
-            for (int64_t h = 0; h < a.H; h++) {
-                float x[WIDEST], y[WIDEST];
-                a.x.read(b, h, t, a.D, x);
-                const float r = inverse_norm(x, a.D, a.eps);
-                #pragma omp simd
-                for (int64_t d = 0; d < a.D; d++) x[d] = x[d] * r * a.gain[d];
-                rotated(a, t, x, 1, y);
-                a.y.write(b, h, t, a.D, y);
-            }
+    for_each(a.threads, a.B * a.T, 16, [&](int64_t i) {
+        const int64_t b = i / a.T, t = i % a.T;
+        for (int64_t h = 0; h < a.H; h++) {
+            float x[WIDEST], y[WIDEST];
+            a.x.read(b, h, t, a.D, x);
+            const float r = inverse_norm(x, a.D, a.eps);
+            #pragma omp simd
+            for (int64_t d = 0; d < a.D; d++) x[d] = x[d] * r * a.gain[d];
+            rotated(a, t, x, 1, y);
+            a.y.write(b, h, t, a.D, y);
+        }
+    });
 }
 
 extern "C" void nanokv_norm_backward(const Norm* args) {
     const Norm& a = *args;
-    // sums of each thread, added up in order: results must not depend on which ends first
-    std::vector<std::vector<double>> sums(omp_get_max_threads(), std::vector<double>(a.D));
-    #pragma omp parallel
-    {
-        double* dgain = sums[omp_get_thread_num()].data();
-        #pragma omp for schedule(static) collapse(2)
-        for (int64_t b = 0; b < a.B; b++)
-            for (int64_t t = 0; t < a.T; t++)
-                for (int64_t h = 0; h < a.H; h++) {
-                    float x[WIDEST], dy[WIDEST], u[WIDEST], mean = 0;
-                    a.x.read(b, h, t, a.D, x);
-                    a.dy.read(b, h, t, a.D, dy);
-                    rotated(a, t, dy, -1, u);
-                    const float r = inverse_norm(x, a.D, a.eps);
-                    #pragma omp simd reduction(+ : mean)
-                    for (int64_t d = 0; d < a.D; d++) mean += u[d] * x[d] * r * a.gain[d];
-                    mean /= a.D;
-                    #pragma omp simd
-                    for (int64_t d = 0; d < a.D; d++) {
-                        dgain[d] += u[d] * x[d] * r;
-                        x[d] = (u[d] * a.gain[d] - x[d] * r * mean) * r;
-                    }
-                    a.dx.write(b, h, t, a.D, x);
+    // sums of each part, added up in order: results must not depend on which ends first
+    std::vector<std::vector<double>> sums(a.threads, std::vector<double>(a.D));
+    for_each(a.threads, a.threads, 1, [&](int64_t part) {
+        double* dgain = sums[part].data();
+        const int64_t tokens = a.B * a.T;
+        for (int64_t i = part * tokens / a.threads; i < (part + 1) * tokens / a.threads; i++)
+            for (int64_t h = 0, b = i / a.T, t = i % a.T; h < a.H; h++) {
+                float x[WIDEST], dy[WIDEST], u[WIDEST], mean = 0;
+                a.x.read(b, h, t, a.D, x);
+                a.dy.read(b, h, t, a.D, dy);
+                rotated(a, t, dy, -1, u);
+                const float r = inverse_norm(x, a.D, a.eps);
+                #pragma omp simd reduction(+ : mean)
+                for (int64_t d = 0; d < a.D; d++) mean += u[d] * x[d] * r * a.gain[d];
+                mean /= a.D;
+                #pragma omp simd
+                for (int64_t d = 0; d < a.D; d++) {
+                    dgain[d] += u[d] * x[d] * r;
+                    x[d] = (u[d] * a.gain[d] - x[d] * r * mean) * r;
                 }
-    }
+                a.dx.write(b, h, t, a.D, x);
+            }
+    });
     for (int64_t d = 0; d < a.D; d++) {
         double total = 0;
         for (const auto& sum : sums) total += sum[d];
@@ -464,16 +461,15 @@ extern "C" void nanokv_norm_backward(const Norm* args) {
 
 // Replace logits (rows, n) by the gradients of the sum of the losses; losses: (rows,). Both are 0 in
 // a row whose target is `ignored`.
-extern "C" void nanokv_cross_entropy(float* logits, const int64_t* targets, float* losses,
+extern "C" void nanokv_cross_entropy(int64_t threads, float* logits, const int64_t* targets, float* losses,
                                      int64_t rows, int64_t n, int64_t ignored) {
-    #pragma omp parallel for schedule(static)
-    for (int64_t row = 0; row < rows; row++) {
+    for_each(threads, rows, 4, [=](int64_t row) {
         float* x = logits + row * n;
         const int64_t target = targets[row], whole = n / LANES * LANES;
         if (target == ignored) {
             std::fill(x, x + n, 0.0f);
             losses[row] = 0;
-            continue;
+            return;
         }
         const float hit = x[target];
         float most = -INFINITY, lanes[LANES], total = 0;
@@ -496,7 +492,7 @@ extern "C" void nanokv_cross_entropy(float* logits, const int64_t* targets, floa
         losses[row] = most + std::log(total) - hit;
         for (int64_t i = 0; i < n; i++) x[i] *= 1 / total;
         x[target] -= 1;
-    }
+    });
 }
 
 extern "C" int64_t nanokv_train_sizes(int64_t which) {

@@ -1,0 +1,194 @@
+// Threads that share loops. Where they alternate with torch's own, as in training, they have to be
+// the same threads: there this is OpenMP (-fopenmp). Elsewhere they are a pool, because Apple's
+// compiler has no OpenMP, and because its threads wait for one that another program keeps from
+// running.
+//
+// `in_parallel(n, body)` runs body on up to n threads at once. All of them call the same `share`s in
+// the same order, and each of these divides its loop among those that are there. A thread that comes
+// late finds loops ended, and passes over them: nobody waits for a thread that has taken nothing. So
+// beside its loops, a body may only compute what is the same in every thread.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+
+#if defined(_OPENMP)
+#include <omp.h>
+
+template <typename F>
+static void in_parallel(int64_t threads, const F& body) {
+    #pragma omp parallel num_threads(threads)
+    body();
+}
+
+// f(i) for i < n, `chunk` of them in a row by the same thread. No thread returns before all are done.
+template <typename F>
+static void share(int64_t n, int64_t chunk, F f) {
+    #pragma omp for schedule(dynamic, chunk)
+    for (int64_t i = 0; i < n; i++) f(i);
+}
+
+static int64_t threads_here() { return omp_get_num_threads(); }
+
+#else
+#include <pthread.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+struct Waiting {  // spins, then gives way to other threads
+    int64_t times = 0;
+    void operator()() {
+        if (++times > 1000) return std::this_thread::yield();
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#elif defined(__aarch64__)
+        asm volatile("yield");
+#endif
+    }
+};
+
+class Team {
+    // of the newest loop: its number in the upper half, items in the lower one
+    alignas(64) std::atomic<uint64_t> taken{0};
+    alignas(64) std::atomic<uint64_t> done{0};
+    // of the newest region: its number in the upper half, then whether it is open and the number of
+    // workers that are in it
+    alignas(64) std::atomic<uint64_t> door{0};
+    static constexpr uint64_t OPEN = 1u << 31, REGION = 1ull << 32;
+
+    std::atomic<int> wanted{0}, asleep{0};
+    uint32_t first_loop = 0;  // of the region
+    const std::function<void()>* body = nullptr;
+    int workers = 0;
+    std::mutex busy, bed;
+    std::condition_variable bell;
+
+    static uint64_t start_of(uint32_t loop) { return (uint64_t)loop << 32; }
+    static int32_t ahead(uint64_t word, uint32_t loop) { return (int32_t)((uint32_t)(word >> 32) - loop); }
+
+    // Wait for a region after `last`, asleep after a while; returns the door.
+    uint64_t next_region(uint64_t last) {
+        auto other = [&] { return door / REGION != last; };
+        for (Waiting wait; wait.times < 3000; wait())
+            if (other()) return door;
+        std::unique_lock<std::mutex> lock(bed);
+        asleep++;
+        bell.wait(lock, other);
+        asleep--;
+        return door;
+    }
+
+    void work(int index) {
+        for (uint64_t last = 0;;) {
+            uint64_t seen = next_region(last);
+            last = seen / REGION;
+            while (seen & OPEN && seen / REGION == last && index < wanted)
+                if (door.compare_exchange_weak(seen, seen + 1)) {
+                    here() = {this, wanted + 1, first_loop};
+                    (*body)();
+                    door--;
+                    break;
+                }
+        }
+    }
+
+  public:
+    struct Place {
+        Team* team = nullptr;
+        int threads = 1;
+        uint32_t loop = 0;  // the next one
+    };
+    static Place& here() {
+        static thread_local Place place;
+        return place;
+    }
+
+    // Whether the region ran: another caller may have the team.
+    bool run(int threads, const std::function<void()>& f) {
+        std::unique_lock<std::mutex> lock(busy, std::try_to_lock);
+        if (!lock) return false;
+        try {
+            for (; workers < threads - 1; workers++) std::thread(&Team::work, this, workers).detach();
+        } catch (const std::system_error&) {}  // the system gives no more of them
+        wanted = threads - 1, body = &f;
+        Place& place = here();
+        place = {this, threads, first_loop};
+        door = (door / REGION + 1) * REGION | OPEN;
+        if (asleep) {
+            std::lock_guard<std::mutex> awake(bed);
+            bell.notify_all();
+        }
+        f();
+        door &= ~OPEN;
+        for (Waiting wait; door % OPEN; wait()) {}
+        first_loop = place.loop;
+        place = {};
+        return true;
+    }
+
+    // Items 0 to n - 1 of this thread's next loop, `chunk` at a time.
+    template <typename F>
+    void share(int64_t n, int64_t chunk, Place& place, F f) {
+        const uint32_t loop = ++place.loop;
+        uint64_t now = taken;
+        if (ahead(now, loop) < 0) {  // the first to come
+            uint64_t before = done;
+            if (ahead(before, loop) < 0) done.compare_exchange_strong(before, start_of(loop));
+            taken.compare_exchange_strong(now, start_of(loop));
+        }
+        for (now = taken; ahead(now, loop) == 0 && (int64_t)(uint32_t)now < n;) {
+            const int64_t first = (uint32_t)now, last = std::min(first + chunk, n);
+            if (!taken.compare_exchange_weak(now, start_of(loop) + last)) continue;
+            for (int64_t i = first; i < last; i++) f(i);
+            done += last - first;
+            now = taken;
+        }
+        for (Waiting wait;; wait()) {
+            uint64_t so_far = done;
+            if (ahead(so_far, loop) > 0 || (int64_t)(uint32_t)so_far == n) return;
+        }
+    }
+};
+
+static std::atomic<Team*> team{nullptr};
+
+static Team& the_team() {  // never deleted: its threads are not joined
+    static const int forked = pthread_atfork(nullptr, nullptr, [] { team = nullptr; });
+    (void)forked;
+    if (Team* found = team) return *found;
+    Team* expected = nullptr;
+    team.compare_exchange_strong(expected, new Team);
+    return *team;
+}
+
+static void in_parallel(int64_t threads, const std::function<void()>& body) {
+    if (threads <= 1 || Team::here().team || !the_team().run(threads, body)) body();
+}
+
+template <typename F>
+static void share(int64_t n, int64_t chunk, F f) {
+    if (n <= 0) return;
+    Team::Place& place = Team::here();
+    if (place.team) return place.team->share(n, chunk, place, f);
+    for (int64_t i = 0; i < n; i++) f(i);
+}
+
+static int64_t threads_here() { return Team::here().threads; }
+
+#endif
+
+// The same in as few pieces as there are threads.
+template <typename F>
+static void share(int64_t n, F f) {
+    share(n, (n + threads_here() - 1) / threads_here(), f);
+}
+
+// A region that is one loop.
+template <typename F>
+static void for_each(int64_t threads, int64_t n, int64_t chunk, F f) {
+    in_parallel(threads, [&] { share(n, chunk, f); });
+}
