@@ -56,7 +56,7 @@ class Linear(ctypes.Structure):
 
 
 class Slot(ctypes.Structure):
-    _fields_ = _fields('k v k_scale v_scale', 'capacity', 'dtype ring paged transposed')
+    _fields_ = _fields('k v k_scale v_scale last_key', 'capacity', 'dtype ring paged transposed')
 
 
 class Layer(ctypes.Structure):

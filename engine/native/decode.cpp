@@ -24,6 +24,8 @@ struct Slot {
     void *k, *v;               // (units, Hkv, capacity, D); a unit is a row, or a page of a pool;
                                // equal where K = V
     half_t *k_scale, *v_scale; // INT8: (units, Hkv, capacity)
+    void* last_key;            // (rows, Hkv, D / 2): the slower half of each row's last key, which
+                               // the next one gets (`attention.rope.offset_keys`), or null
     int64_t capacity;          // positions of a unit
     int32_t dtype, ring, paged;
     int32_t transposed;        // K lies in memory as (units, Hkv, D, capacity)
@@ -126,6 +128,29 @@ static void append(const Model& model, const Slot& slot, const Step& step, int64
     }
 }
 
+// Give each key of K/V head g the slower half of the key before it, in which pairs are rotated slowly:
+// the second quarter of its elements, and the fourth.
+static void offset_keys(const Model& model, const Slot& slot, const Step& step, int64_t g, float* k,
+                        int64_t stride) {
+    const int64_t D = model.head_dim, quarter = D / 4;
+    const bool half = slot.dtype == BFLOAT16;  // else the state is in float32
+    std::vector<float> newest(D / 2);
+    auto element = [&](int64_t i, int64_t d) -> float& {
+        return k[i * stride + g * D + quarter + d + d / quarter * quarter];
+    };
+    for (int64_t i = step.m - 1; i >= 0; i--) {
+        const bool first = i == 0 || !step.later[i - 1];
+        const int64_t at = (step.rows[i] * model.n_kv_head + g) * (D / 2);
+        for (int64_t d = 0; d < D / 2; d++) {
+            if (!step.later[i]) newest[d] = element(i, d);
+            element(i, d) = !first ? element(i - 1, d)
+                          : half ? from_bfloat16(((uint16_t*)slot.last_key)[at + d]) : ((float*)slot.last_key)[at + d];
+            if (first && half) ((uint16_t*)slot.last_key)[at + d] = to_bfloat16(newest[d]);
+            else if (first) ((float*)slot.last_key)[at + d] = newest[d];
+        }
+    }
+}
+
 // From a multiple of 64 bytes on: a vector load that crosses a cache line takes twice as long.
 template <typename T>
 struct AlignedAllocator {
@@ -152,7 +177,7 @@ struct Overwritten {
     void resize(const Slot& ring, int64_t m, int64_t n_kv_head, int64_t D) {
         const int64_t n = m * n_kv_head, bytes = n * D * (ring.dtype == INT8 ? 1 : ring.dtype == BFLOAT16 ? 2 : 4);
         k.resize(bytes), v.resize(bytes), k_scale.resize(n), v_scale.resize(n);
-        slot = {k.data(), ring.k == ring.v ? k.data() : v.data(), k_scale.data(), v_scale.data(), m, ring.dtype, 0, 0, 0};
+        slot = {k.data(), ring.k == ring.v ? k.data() : v.data(), k_scale.data(), v_scale.data(), nullptr, m, ring.dtype, 0, 0, 0};
     }
 
     template <typename T>
@@ -476,9 +501,13 @@ static void attention(const Model& model, const Layer& layer, const Step& step, 
             norm_and_rotate(q + head * D, layer.q_norm, cos, sin, D, turned);
             for (int64_t d = 0; d < D; d++) q[head * D + d] /= std::sqrt((float)D);
         }
-        if (!layer.owns) return;
-        for (int64_t g = 0; g < Hkv; g++)
+        for (int64_t g = 0; layer.owns && g < Hkv; g++)
             norm_and_rotate(k + g * D, layer.k_norm, cos, sin, D, turned);
+    });
+    if (layer.owns && slot.last_key)
+        share(Hkv, [&](int64_t g) { offset_keys(model, slot, step, g, &w.qkv[HD], width); });
+    share(layer.owns ? step.m : 0, [&](int64_t i) {
+        float* k = &w.qkv[i * width] + HD;
         const int64_t position = step.positions[i];
         if (slot.ring && position >= slot.capacity && i > 0 && step.later[i - 1]) {
             auto save = slot.dtype == INT8 ? &Overwritten::save<int8_t>

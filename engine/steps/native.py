@@ -53,9 +53,8 @@ def unsupported(model: GPT, cache: KVCache) -> str:
     c = model.config
     if unknown_field(c):
         return unknown_field(c)
-    for name in ('key_offset', 'kv_latent'):
-        if getattr(c, name):
-            return f'{name}={getattr(c, name)!r}'
+    if c.kv_latent:
+        return f'kv_latent={c.kv_latent}'
     for name, width in (('n_embd', c.n_embd), ('head_dim', model.plan.head_dim),
                         ('mlp_hidden', c.resolved_mlp_hidden)):
         if width % MULTIPLE:
@@ -158,7 +157,7 @@ class NativeDecode:
         plan, t, cache = model.plan, model.transformer, self.cache
         layers = (native.Layer * len(plan.layers))(
             *(self._layer(model, *pair) for pair in zip(plan.layers, t.h)))
-        slots = (native.Slot * len(plan.slots))(*map(self._slot, cache.stores))
+        slots = (native.Slot * len(plan.slots))(*(self._slot(k, store) for k, store in enumerate(cache.stores)))
         self._kept += [layers, slots]
         wte = None if isinstance(t.wte, Int8Embedding) else t.wte.weight.data_ptr()
         wpe = None if model.rotary else t.wpe.weight.data_ptr()
@@ -180,9 +179,10 @@ class NativeDecode:
         return native.Layer(*self._norm(block.ln_1), *self._norm(block.ln_2), *gains, cos, sin,
                             self._pointer(attn.sink), *linears, layer.slot, layer.owns)
 
-    def _slot(self, store) -> native.Slot:
-        tensors = store.tensors
+    def _slot(self, index, store) -> native.Slot:
+        tensors, state = store.tensors, self.cache.last_keys.get(index)
         pointers = [*(x.data_ptr() for x in tensors), None, None][:4]
+        pointers.append(state and state.tensors[0].data_ptr())
         transposed = tensors[0].stride(2) == 1 and store.capacity > 1
         return native.Slot(*pointers, store.capacity, DTYPES[store.dtype],
                            isinstance(store, RingStore), isinstance(store, PagedStore), transposed)

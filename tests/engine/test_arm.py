@@ -1,4 +1,4 @@
-"""The C++ extensions compiled for ARM and run in an emulator, against plain torch on this processor."""
+"""The C++ extensions, compiled for ARM and run in an emulator, against plain torch here."""
 import pytest
 import torch
 

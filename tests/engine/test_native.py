@@ -41,6 +41,8 @@ KINDS = {
     'tied': dict(WIDE, kv_tied='all', attn_sink=True),
     'tied without rope, rounded': dict(WIDE, kv_tied='global', rope_fraction_global=0.0,
                                        n_kv_head=2, kv_quant_train='int8'),
+    'offset keys': dict(WIDE, key_offset=True, share_global_kv=False, n_kv_head=2),
+    'offset keys, rounded': dict(WIDE, key_offset=True, qk_norm=False, kv_quant_train='int8'),
     'wide heads': dict(WIDE, n_head=3, head_dim=112, layer_pattern='G', kv_share='', window_size=0),
 }
 
@@ -150,8 +152,9 @@ def test_what_is_refused_writes_nothing(wide):
 def test_any_lengths_windows_and_pages(data, lengths, steps, window, page_size, paged, group,
                                        kv_dtype):
     """In steps of a token, or in chunks of any length up to a window."""
-    model = random_model(GPTConfig(**dict(WIDE, window_size=window, n_head=2 * group, n_kv_head=2)),
-                         torch.float32)
+    fields = dict(WIDE, window_size=window, n_head=2 * group, n_kv_head=2,
+                  key_offset=data.draw(st.booleans()))
+    model = random_model(GPTConfig(**fields), torch.float32)
     pair = caches(model, kv_dtype, len(lengths), paged, page_size)
     if data.draw(st.booleans()):
         gap = largest_gap(model, *pair, prompts(*lengths), steps)
@@ -237,7 +240,6 @@ def test_logits_that_are_not_finite_show_it(wide):
       for width in (dict(n_embd=36), dict(head_dim=6), dict(mlp_hidden=50))
       for name, n in width.items()),
     (dict(kv_latent=32, rope_fraction_global=0.0), torch.float32, 'auto', 'kv_latent=32'),
-    (dict(key_offset=True), torch.float32, 'auto', 'key_offset=True'),
     ({}, torch.float32, 'int4', "kv_dtype='int4'"), ({}, torch.float64, 'auto', ''),
     ({}, torch.float32, 'float16', "kv_dtype='float16'")])
 def test_where_it_cannot_serve_the_model_does(fields, dtype, kv_dtype, named, capsys):

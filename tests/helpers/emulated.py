@@ -1,5 +1,5 @@
-"""Extensions compiled for another processor and run by an emulator, called in place of the real ones:
-the memory that a call names is copied there, and back."""
+"""Extensions compiled for another processor and run in an emulator, in place of the real ones: the
+memory that a call names is copied there, and back."""
 import ctypes
 import gc
 import shutil
