@@ -23,12 +23,14 @@ INLINE half_t to_half(float x) { __fp16 y = x; half_t z; memcpy(&z, &y, 2); retu
 struct Slot {
     void *k, *v;               // (units, Hkv, capacity, D); a unit is a row, or a page of a pool;
                                // equal where K = V
-    half_t *k_scale, *v_scale; // INT8: (units, Hkv, capacity)
+    half_t *k_scale, *v_scale; // INT8, INT4: (units, Hkv, capacity)
     void* last_key;            // (rows, Hkv, D / 2): the slower half of each row's last key, which
                                // the next one gets (`attention.rope.offset_keys`), or null
     int64_t capacity;          // positions of a unit
     int32_t dtype, ring, paged;
     int32_t transposed;        // K lies in memory as (units, Hkv, D, capacity)
+
+    bool scaled() const { return dtype == INT8 || dtype == INT4; }
 };
 
 struct Layer {
@@ -77,16 +79,16 @@ INLINE int64_t index_of(const Slot& slot, int64_t position) {
     return slot.ring ? position % slot.capacity : position;
 }
 
-INLINE float int8_scale(const float* x, int64_t n) {  // as `kv.quantize.quantize_int8`
-    float scale = largest(x, n) / 127;
+INLINE float int_scale(const float* x, int64_t n, int most = 127) {  // as `kv.quantize.quantize_int8`
+    float scale = largest(x, n) / most;
     if (scale < 5.9604645e-8f) scale = 5.9604645e-8f;
     if (scale > 65504) scale = 65504;
     return from_half(to_half(scale));
 }
 
-INLINE int8_t to_int8(float x, float scale) {
+INLINE int8_t to_int(float x, float scale, int most = 127) {
     float value = std::nearbyint(x / scale);
-    return (int8_t)(value < -127 ? -127 : value > 127 ? 127 : value);
+    return (int8_t)(value < -most ? -most : value > most ? most : value);
 }
 
 INLINE float to_float(float x) { return x; }
@@ -97,9 +99,14 @@ INLINE float to_float(int8_t x) { return x; }
 static void write_vector(void* base, half_t* scales, int64_t scale_at, int32_t dtype, int64_t to,
                          int64_t stride, const float* x, int64_t n) {
     if (dtype == INT8) {
-        float scale = int8_scale(x, n);
+        float scale = int_scale(x, n);
         scales[scale_at] = to_half(scale);
-        for (int64_t d = 0; d < n; d++) ((int8_t*)base)[to + d * stride] = to_int8(x[d], scale);
+        for (int64_t d = 0; d < n; d++) ((int8_t*)base)[to + d * stride] = to_int(x[d], scale);
+    } else if (dtype == INT4) {  // see `kv.quantize.quantize_int4`
+        float scale = int_scale(x, n, 7);
+        scales[scale_at] = to_half(scale);
+        for (int64_t d = 0; d < n / 2; d++)
+            ((uint8_t*)base)[to / 2 + d] = (to_int(x[d], scale, 7) + 8) | (to_int(x[d + n / 2], scale, 7) + 8) << 4;
     } else if (dtype == BFLOAT16) {
         for (int64_t d = 0; d < n; d++) ((uint16_t*)base)[to + d * stride] = to_bfloat16(x[d]);
     } else {
@@ -108,8 +115,8 @@ static void write_vector(void* base, half_t* scales, int64_t scale_at, int32_t d
 }
 
 static void round_to_int8(float* x, int64_t n) {
-    float scale = int8_scale(x, n);
-    for (int64_t d = 0; d < n; d++) x[d] = to_int8(x[d], scale) * scale;
+    float scale = int_scale(x, n);
+    for (int64_t d = 0; d < n; d++) x[d] = to_int(x[d], scale) * scale;
 }
 
 static void append(const Model& model, const Slot& slot, const Step& step, int64_t i, float* k,
@@ -175,7 +182,8 @@ struct Overwritten {
     Slot slot;
 
     void resize(const Slot& ring, int64_t m, int64_t n_kv_head, int64_t D) {
-        const int64_t n = m * n_kv_head, bytes = n * D * (ring.dtype == INT8 ? 1 : ring.dtype == BFLOAT16 ? 2 : 4);
+        const int64_t n = m * n_kv_head;
+        const int64_t bytes = ring.dtype == INT4 ? n * D / 2 : n * D * (ring.dtype == INT8 ? 1 : ring.dtype == BFLOAT16 ? 2 : 4);
         k.resize(bytes), v.resize(bytes), k_scale.resize(n), v_scale.resize(n);
         slot = {k.data(), ring.k == ring.v ? k.data() : v.data(), k_scale.data(), v_scale.data(), nullptr, m, ring.dtype, 0, 0, 0};
     }
@@ -187,7 +195,7 @@ struct Overwritten {
             const T* from = (const T*)ring.k + (ring.transposed ? head * D + index : (head + index) * D);
             for (int64_t d = 0; d < D; d++) ((T*)slot.k)[to * D + d] = from[ring.transposed ? d * ring.capacity : d];
             if (ring.k != ring.v) memcpy((T*)slot.v + to * D, (const T*)ring.v + (head + index) * D, D * sizeof(T));
-            if (ring.dtype != INT8) continue;
+            if (!ring.scaled()) continue;
             k_scale[to] = ring.k_scale[head + index];
             v_scale[to] = ring.v_scale[head + index];
         }
@@ -242,7 +250,7 @@ struct Tile {
     const T *k, *v;
     bool transposed;
     int64_t stride, n;
-    const half_t *k_scale, *v_scale;  // INT8: (n,)
+    const half_t *k_scale, *v_scale;  // INT8, INT4: (n,)
 };
 
 // Where n keys from `place` on lie.
@@ -250,17 +258,36 @@ template <typename T>
 static Tile<T> stored_tile(const Slot& slot, Place place, int64_t head, int64_t n, int64_t D) {
     const int64_t start = head * slot.capacity, first = start + place.index;
     const T* k = (const T*)slot.k + (slot.transposed ? start * D + place.index : first * D);
-    const bool scaled = slot.dtype == INT8;
-    return {k, (const T*)slot.v + first * D, slot.transposed != 0, slot.capacity, n, scaled ? slot.k_scale + first : nullptr,
-            scaled ? slot.v_scale + first : nullptr};
+    return {k, (const T*)slot.v + first * D, slot.transposed != 0, slot.capacity, n, slot.scaled() ? slot.k_scale + first : nullptr,
+            slot.scaled() ? slot.v_scale + first : nullptr};
+}
+
+// Vector `at` (D,) of INT4 as bytes, `stride` apart.
+INLINE void unpack(const void* base, int64_t at, int64_t D, int8_t* to, int64_t stride) {
+    const uint8_t* from = (const uint8_t*)base + at * D / 2;
+    for (int64_t d = 0; d < D / 2; d++) {
+        to[d * stride] = (int8_t)((from[d] & 15) - 8);
+        to[(d + D / 2) * stride] = (int8_t)((from[d] >> 4) - 8);
+    }
 }
 
 // The same with room for TILE keys. K that ends before, or is not stored transposed, is copied to
-// `copy` (D, TILE), zeros behind.
+// `copy` (D, TILE), zeros behind; INT4 is unpacked there, and V behind it.
 template <typename T>
 static Tile<T> read_tile(const Slot& slot, Place place, int64_t head, int64_t n, int64_t D, T* copy) {
     Tile<T> tile = stored_tile<T>(slot, place, head, n, D);
     if (slot.transposed && place.index + TILE <= slot.capacity) return tile;  // the rest is masked
+    if constexpr (sizeof(T) == 1)
+        if (slot.dtype == INT4) {
+            const int64_t first = head * slot.capacity + place.index;
+            int8_t* values = copy + TILE * D;
+            memset(copy, 0, TILE * D);
+            for (int64_t s = 0; s < n; s++) {
+                unpack(slot.k, first + s, D, copy + s, TILE);
+                unpack(slot.v, first + s, D, values + s * D, 1);
+            }
+            return {copy, values, true, TILE, n, tile.k_scale, tile.v_scale};
+        }
     for (int64_t d = 0; d < D; d++) {
         if (slot.transposed) memcpy(copy + d * TILE, tile.k + d * slot.capacity, n * sizeof(T));
         else for (int64_t s = 0; s < n; s++) copy[d * TILE + s] = tile.k[s * D + d];
@@ -274,6 +301,7 @@ static Tile<T> read_tile(const Slot& slot, Place place, int64_t head, int64_t n,
 // foresee.
 template <typename T>
 static void prefetch_tile(const Slot& slot, Place place, int64_t head, int64_t D) {
+    if (slot.dtype == INT4) return;
     const int64_t start = head * slot.capacity, n = std::min(TILE, slot.capacity - place.index);
     const char* v = (const char*)((const T*)slot.v + (start + place.index) * D);
     for (int64_t byte = 0; byte < n * D * (int64_t)sizeof(T); byte += 64)
@@ -406,7 +434,7 @@ static void attend_part(const Model& model, const Slot& slot, const Step& step, 
     const int64_t D = model.head_dim, group = model.n_head / model.n_kv_head, width = padded(D);
     float *top = result, *total = top + group, *out = total + group, *turned = (float*)scratch;
     T* copy = (T*)(turned + group * D);
-    const bool in_rows = group == 1 && (!slot.transposed || slot.capacity > TILE);
+    const bool in_rows = group == 1 && slot.dtype != INT4 && (!slot.transposed || slot.capacity > TILE);
     const int64_t most = in_rows ? LONG_TILE : TILE;
     std::fill(top, total, -3e38f);
     std::fill(total, out + group * width, 0.0f);
@@ -510,15 +538,16 @@ static void attention(const Model& model, const Layer& layer, const Step& step, 
         float* k = &w.qkv[i * width] + HD;
         const int64_t position = step.positions[i];
         if (slot.ring && position >= slot.capacity && i > 0 && step.later[i - 1]) {
-            auto save = slot.dtype == INT8 ? &Overwritten::save<int8_t>
+            auto save = slot.scaled() ? &Overwritten::save<int8_t>
                       : slot.dtype == BFLOAT16 ? &Overwritten::save<uint16_t> : &Overwritten::save<float>;
-            (overwritten.*save)(slot, step.rows[i], index_of(slot, position), i, Hkv, D);
+            const int64_t size = slot.dtype == INT4 ? D / 2 : D;
+            (overwritten.*save)(slot, step.rows[i], index_of(slot, position), i, Hkv, size);
         }
         append(model, slot, step, i, k, k + Hkv * D);
     });
     share(parts.parts.size() * Hkv, 1, [&](int64_t item) {
         const Part& part = parts.parts[item / Hkv];
-        auto attend = slot.dtype == INT8 ? attend_part<int8_t>
+        auto attend = slot.scaled() ? attend_part<int8_t>
                     : slot.dtype == BFLOAT16 ? attend_part<uint16_t> : attend_part<float>;
         attend(model, part.overwritten ? overwritten.slot : slot, step, part, item % Hkv, &w.qkv[part.i * width + item % Hkv * group * D],
                &w.results[item * size], scratch.data());

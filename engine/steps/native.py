@@ -16,7 +16,7 @@ from kv.cache import KVCache
 from kv.slots import RingStore
 from model import GPT
 
-DTYPES = native.DTYPES | {torch.int8: native.INT8}
+DTYPES = native.DTYPES | {torch.int8: native.INT8, torch.uint8: native.INT4}
 ACTIVATIONS = {'exact': native.GELU_EXACT, 'tanh': native.GELU_TANH, 'relu2': native.RELU2}
 MULTIPLE = 8  # widths must be multiples of it: half a vector
 # Tokens up to which a step is taken instead of torch (measured with 37M parameters on 2 AVX-512

@@ -46,12 +46,12 @@ def training_on_arm(module_patch, tmp_path_factory):
 
 
 @pytest.mark.parametrize('kv_dtype, paged', [('float32', False), ('bfloat16', True),
-                                             ('int8', False)])
+                                             ('int8', False), ('int4', True)])
 @pytest.mark.parametrize('kind', KINDS)
 def test_a_step(decode_on_arm, kind, kv_dtype, paged):
     model = random_model(GPTConfig(**KINDS[kind]), torch.float32)
     exact = kv_dtype == 'float32' and 'rounded' not in kind
-    bound = 1e-4 if exact else 0.02
+    bound = 1e-4 if exact else 0.05 if 'rounded' in kind else 0.02
     assert largest_gap(model, *caches(model, kv_dtype, 3, paged), prompts(13, 1, 4), 4) < bound
     gap = largest_gap_of_chunks(model, *caches(model, kv_dtype, 3, paged), CHUNKS[:5])
     assert gap < bound

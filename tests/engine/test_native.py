@@ -105,14 +105,15 @@ CHUNKS = [[(0, 3)], [(1, 5), (0, 1)], [(0, 4), (1, 1), (2, 2)], [(2, 5), (1, 5),
 
 
 @pytest.mark.parametrize('kv_dtype, paged', [('float32', False), ('float32', True),
-                                             ('bfloat16', True), ('int8', False), ('int8', True)])
+                                             ('bfloat16', True), ('int8', False), ('int8', True),
+                                             ('int4', False), ('int4', True)])
 @pytest.mark.parametrize('kind', KINDS)
 def test_logits_equal_those_of_the_models_forward(kind, kv_dtype, paged):
     """In steps of a token, and in chunks of several rows."""
     model = random_model(GPTConfig(**KINDS[kind]), torch.float32)
-    # K and V that differ by a float32 rounding may get neighbouring 8-bit values
+    # K and V that differ by a float32 rounding may get neighbouring values of 8 or 4 bits
     exact = kv_dtype == 'float32' and 'rounded' not in kind
-    bound = 1e-4 if exact else 0.02
+    bound = 1e-4 if exact else 0.05 if 'rounded' in kind else 0.02
     assert largest_gap(model, *caches(model, kv_dtype, 3, paged), prompts(13, 1, 4), 45) < bound
     assert largest_gap_of_chunks(model, *caches(model, kv_dtype, 3, paged), CHUNKS) < bound
 
@@ -240,7 +241,7 @@ def test_logits_that_are_not_finite_show_it(wide):
       for width in (dict(n_embd=36), dict(head_dim=6), dict(mlp_hidden=50))
       for name, n in width.items()),
     (dict(kv_latent=32, rope_fraction_global=0.0), torch.float32, 'auto', 'kv_latent=32'),
-    ({}, torch.float32, 'int4', "kv_dtype='int4'"), ({}, torch.float64, 'auto', ''),
+    ({}, torch.float64, 'auto', ''),
     ({}, torch.float32, 'float16', "kv_dtype='float16'")])
 def test_where_it_cannot_serve_the_model_does(fields, dtype, kv_dtype, named, capsys):
     """A note says why, once, if the reason is one of the settings."""
