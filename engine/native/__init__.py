@@ -56,18 +56,18 @@ class Linear(ctypes.Structure):
 
 
 class Slot(ctypes.Structure):
-    _fields_ = _fields('k v k_scale v_scale last_key', 'capacity', 'dtype ring paged transposed')
+    _fields_ = _fields('k v k_scale v_scale last_key', 'n_kv_head head_dim capacity', 'dtype ring paged transposed')
 
 
 class Layer(ctypes.Structure):
-    _fields_ = [*_fields('ln_1 ln_1_bias ln_2 ln_2_bias q_norm k_norm cos sin sink'),
+    _fields_ = [*_fields('ln_1 ln_1_bias ln_2 ln_2_bias q_norm k_norm cos sin k_up v_up sink'),
                 *((name, Linear) for name in ('c_attn', 'attn_proj', 'c_fc', 'mlp_proj')),
                 *_fields(int32='slot owns')]
 
 
 class Model(ctypes.Structure):
     _fields_ = [*_fields('layers slots wte wpe ln_f ln_f_bias'), ('lm_head', Linear),
-                *_fields(int64='n_layer n_slot n_embd n_head n_kv_head head_dim',
+                *_fields(int64='n_layer n_slot n_embd n_head head_dim',
                          int32='wte_dtype wpe_dtype activation round_kv'),
                 ('act_clamp', ctypes.c_float)]
 

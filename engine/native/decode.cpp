@@ -2,7 +2,8 @@
 // to the cache's own storage. What `model.py` computes, in the same order; `engine/native/__init__.py`
 // compiles this file, fills in the structs and says what it can serve.
 //
-// Notation: m tokens, H query heads, Hkv K/V heads of D, a part: a range of the keys of a token.
+// Notation: m tokens, H query heads of D, Hkv K/V heads of D (a latent is one of its own width), a part:
+// a range of the keys of a token.
 #include "kernels.h"
 
 #include <new>
@@ -26,6 +27,7 @@ struct Slot {
     half_t *k_scale, *v_scale; // INT8, INT4: (units, Hkv, capacity)
     void* last_key;            // (rows, Hkv, D / 2): the slower half of each row's last key, which
                                // the next one gets (`attention.rope.offset_keys`), or null
+    int64_t n_kv_head, head_dim;
     int64_t capacity;          // positions of a unit
     int32_t dtype, ring, paged;
     int32_t transposed;        // K lies in memory as (units, Hkv, D, capacity)
@@ -36,6 +38,7 @@ struct Slot {
 struct Layer {
     const float *ln_1, *ln_1_bias, *ln_2, *ln_2_bias, *q_norm, *k_norm;
     const float *cos, *sin;    // (positions, D), or null
+    const float *k_up, *v_up;  // (H, D, latent), or null
     const float *sink;         // (H,), or null
     Linear c_attn, attn_proj, c_fc, mlp_proj;
     int32_t slot, owns;
@@ -48,7 +51,7 @@ struct Model {
                                // (positions, C) or null
     const float *ln_f, *ln_f_bias;
     Linear lm_head;
-    int64_t n_layer, n_slot, n_embd, n_head, n_kv_head, head_dim;
+    int64_t n_layer, n_slot, n_embd, n_head, head_dim;
     int32_t wte_dtype, wpe_dtype, activation, round_kv;  // round_kv: as an int8 cache would
     float act_clamp;                                     // 0 = none
 };
@@ -121,13 +124,13 @@ static void round_to_int8(float* x, int64_t n) {
 
 static void append(const Model& model, const Slot& slot, const Step& step, int64_t i, float* k,
                    float* v) {
-    const int64_t D = model.head_dim;
+    const int64_t D = slot.head_dim;
     auto [unit, index] = place_of(slot, step, i, index_of(slot, step.positions[i]));
     const bool tied = slot.k == slot.v;
-    for (int64_t g = 0; g < model.n_kv_head; g++, k += D, v += D) {
+    for (int64_t g = 0; g < slot.n_kv_head; g++, k += D, v += D) {
         if (model.round_kv) round_to_int8(k, D);
         if (model.round_kv && !tied) round_to_int8(v, D);
-        int64_t head = (unit * model.n_kv_head + g) * slot.capacity;
+        int64_t head = (unit * slot.n_kv_head + g) * slot.capacity;
         int64_t at = (head + index) * D, at_k = slot.transposed ? head * D + index : at;
         write_vector(slot.k, slot.k_scale, head + index, slot.dtype, at_k,
                      slot.transposed ? slot.capacity : 1, k, D);
@@ -137,9 +140,8 @@ static void append(const Model& model, const Slot& slot, const Step& step, int64
 
 // Give each key of K/V head g the slower half of the key before it, in which pairs are rotated slowly:
 // the second quarter of its elements, and the fourth.
-static void offset_keys(const Model& model, const Slot& slot, const Step& step, int64_t g, float* k,
-                        int64_t stride) {
-    const int64_t D = model.head_dim, quarter = D / 4;
+static void offset_keys(const Slot& slot, const Step& step, int64_t g, float* k, int64_t stride) {
+    const int64_t D = slot.head_dim, quarter = D / 4;
     const bool half = slot.dtype == BFLOAT16;  // else the state is in float32
     std::vector<float> newest(D / 2);
     auto element = [&](int64_t i, int64_t d) -> float& {
@@ -147,7 +149,7 @@ static void offset_keys(const Model& model, const Slot& slot, const Step& step, 
     };
     for (int64_t i = step.m - 1; i >= 0; i--) {
         const bool first = i == 0 || !step.later[i - 1];
-        const int64_t at = (step.rows[i] * model.n_kv_head + g) * (D / 2);
+        const int64_t at = (step.rows[i] * slot.n_kv_head + g) * (D / 2);
         for (int64_t d = 0; d < D / 2; d++) {
             if (!step.later[i]) newest[d] = element(i, d);
             element(i, d) = !first ? element(i - 1, d)
@@ -181,17 +183,18 @@ struct Overwritten {
     Buffer<half_t> k_scale, v_scale;
     Slot slot;
 
-    void resize(const Slot& ring, int64_t m, int64_t n_kv_head, int64_t D) {
-        const int64_t n = m * n_kv_head;
+    void resize(const Slot& ring, int64_t m) {
+        const int64_t n = m * ring.n_kv_head, D = ring.head_dim;
         const int64_t bytes = ring.dtype == INT4 ? n * D / 2 : n * D * (ring.dtype == INT8 ? 1 : ring.dtype == BFLOAT16 ? 2 : 4);
         k.resize(bytes), v.resize(bytes), k_scale.resize(n), v_scale.resize(n);
-        slot = {k.data(), ring.k == ring.v ? k.data() : v.data(), k_scale.data(), v_scale.data(), nullptr, m, ring.dtype, 0, 0, 0};
+        slot = {k.data(), ring.k == ring.v ? k.data() : v.data(), k_scale.data(), v_scale.data(), nullptr, ring.n_kv_head, D, m,
+                ring.dtype, 0, 0, 0};
     }
 
     template <typename T>
-    void save(const Slot& ring, int64_t row, int64_t index, int64_t i, int64_t n_kv_head, int64_t D) {
-        for (int64_t g = 0; g < n_kv_head; g++) {
-            const int64_t head = (row * n_kv_head + g) * ring.capacity, to = g * slot.capacity + i;
+    void save(const Slot& ring, int64_t row, int64_t index, int64_t i, int64_t D) {
+        for (int64_t g = 0; g < ring.n_kv_head; g++) {
+            const int64_t head = (row * ring.n_kv_head + g) * ring.capacity, to = g * slot.capacity + i;
             const T* from = (const T*)ring.k + (ring.transposed ? head * D + index : (head + index) * D);
             for (int64_t d = 0; d < D; d++) ((T*)slot.k)[to * D + d] = from[ring.transposed ? d * ring.capacity : d];
             if (ring.k != ring.v) memcpy((T*)slot.v + to * D, (const T*)ring.v + (head + index) * D, D * sizeof(T));
@@ -213,8 +216,8 @@ struct Parts {
     std::vector<int64_t> first;
     int64_t size;
 
-    Parts(const Slot& slot, const Step& step, int64_t n_kv_head) {
-        int64_t total = 0, wanted = std::max<int64_t>(1, 4 * step.threads / n_kv_head);
+    Parts(const Slot& slot, const Step& step) {
+        int64_t total = 0, wanted = std::max<int64_t>(1, 4 * step.threads / slot.n_kv_head);
         for (int64_t i = 0; i < step.m; i++) total += n_keys(slot, step, i);
         size = ((total + wanted - 1) / wanted + TILE - 1) / TILE * TILE;
         for (int64_t i = 0; i < step.m; i++) {
@@ -431,7 +434,7 @@ static void attend_tile(const float* q, const Tile<T>& tile, int64_t D, float* t
 template <typename T>
 static void attend_part(const Model& model, const Slot& slot, const Step& step, const Part& part,
                         int64_t g, const float* q, float* result, char* scratch) {
-    const int64_t D = model.head_dim, group = model.n_head / model.n_kv_head, width = padded(D);
+    const int64_t D = slot.head_dim, group = model.n_head / slot.n_kv_head, width = padded(D);
     float *top = result, *total = top + group, *out = total + group, *turned = (float*)scratch;
     T* copy = (T*)(turned + group * D);
     const bool in_rows = group == 1 && slot.dtype != INT4 && (!slot.transposed || slot.capacity > TILE);
@@ -448,7 +451,7 @@ static void attend_part(const Model& model, const Slot& slot, const Step& step, 
     for (int64_t key = part.start, n; key < part.end; key += n) {
         auto at = [&](int64_t key) { return part.overwritten ? Place{0, key} : place_of(slot, step, part.i, key); };
         Place place = at(key);
-        int64_t head = place.unit * model.n_kv_head + g;
+        int64_t head = place.unit * slot.n_kv_head + g;
         n = std::min({most, part.end - key, slot.capacity - place.index});
         if (in_rows) {
             Tile<T> tile = stored_tile<T>(slot, place, head, n, D);
@@ -457,7 +460,7 @@ static void attend_part(const Model& model, const Slot& slot, const Step& step, 
         }
         if (key + n < part.end) {
             Place next = at(key + n);
-            prefetch_tile<T>(slot, next, next.unit * model.n_kv_head + g, D);
+            prefetch_tile<T>(slot, next, next.unit * slot.n_kv_head + g, D);
         }
         Tile<T> tile = read_tile<T>(slot, place, head, n, D, copy);
         for (int64_t h = 0, block; h < group; h += block) {
@@ -470,10 +473,10 @@ static void attend_part(const Model& model, const Slot& slot, const Step& step, 
 }
 
 // y (H * D,) of a row from the results of its parts: (parts, Hkv, group * (padded(D) + 2))
-static void join_parts(const Model& model, const float* sink, const float* results, int64_t n_parts,
-                       float* y) {
-    const int64_t D = model.head_dim, group = model.n_head / model.n_kv_head;
-    const int64_t width = padded(D), size = group * (width + 2), stride = size * model.n_kv_head;
+static void join_parts(const Model& model, const Slot& slot, const float* sink, const float* results,
+                       int64_t n_parts, float* y) {
+    const int64_t D = slot.head_dim, group = model.n_head / slot.n_kv_head;
+    const int64_t width = padded(D), size = group * (width + 2), stride = size * slot.n_kv_head;
     for (int64_t head = 0; head < model.n_head; head++) {
         const float* first = results + head / group * size + head % group;
         float most = -3e38f, total = 0, *out = y + head * D;
@@ -507,19 +510,44 @@ static void add_int8_row(const Linear& l, int64_t row, float* x) {
 }
 
 struct Workspace {
-    Buffer<float> x, h, y, qkv, mlp, results, scale;
+    Buffer<float> x, h, y, qkv, mlp, results, scale, to_latents, of_latents;
     Buffer<int8_t> values;
     Buffer<int32_t> sum;
     std::vector<Overwritten> overwritten;  // of each slot
 };
 
+// Multi-head latent attention scores latents c (S,) themselves: (q up) c = q (up c). Queries (m, H, D)
+// of `stride` a token -> (m, H, S), or with `back` sums of latents (m, H, S) -> (m, H, D).
+static void through_latents(const Model& model, const float* up, const float* x, int64_t stride, int64_t S,
+                            int64_t m, bool back, float* y) {
+    const int64_t D = model.head_dim, H = model.n_head;
+    share(H, 1, [=](int64_t head) {
+        for (int64_t i = 0; i < m; i++) {
+            const float* from = x + i * stride + head * (back ? S : D);
+            float* to = y + (i * H + head) * (back ? D : S);
+            if (!back) std::fill(to, to + S, 0.0f);
+            for (int64_t d = 0; d < D; d++) {
+                const float* row = up + (head * D + d) * S;
+                float total = 0;
+                if (back) {
+                    #pragma omp simd reduction(+ : total)
+                    for (int64_t c = 0; c < S; c++) total += row[c] * from[c];
+                    to[d] = total;
+                } else {
+                    for (int64_t c = 0; c < S; c++) to[c] += row[c] * from[d];
+                }
+            }
+        }
+    });
+}
+
 static void attention(const Model& model, const Layer& layer, const Step& step, const Parts& parts,
                       Workspace& w) {
-    const int64_t D = model.head_dim, HD = model.n_head * D, Hkv = model.n_kv_head;
-    const int64_t width = layer.c_attn.n, group = model.n_head / Hkv, size = group * (padded(D) + 2);
     const Slot& slot = model.slots[layer.slot];
+    const int64_t D = model.head_dim, S = slot.head_dim, HD = model.n_head * D, Hkv = slot.n_kv_head;
+    const int64_t width = layer.c_attn.n, group = model.n_head / Hkv, size = group * (padded(S) + 2);
     Overwritten& overwritten = w.overwritten[layer.slot];
-    Buffer<char> scratch((group + TILE) * D * sizeof(float));  // of each thread
+    Buffer<char> scratch((group + TILE) * std::max(S, D) * sizeof(float));  // of each thread
     float* turned = (float*)scratch.data();
     share(step.m, [&](int64_t i) {
         float *q = &w.qkv[i * width], *k = q + HD;
@@ -530,37 +558,43 @@ static void attention(const Model& model, const Layer& layer, const Step& step, 
             for (int64_t d = 0; d < D; d++) q[head * D + d] /= std::sqrt((float)D);
         }
         for (int64_t g = 0; layer.owns && g < Hkv; g++)
-            norm_and_rotate(k + g * D, layer.k_norm, cos, sin, D, turned);
+            norm_and_rotate(k + g * S, layer.k_norm, cos, sin, S, turned);
     });
     if (layer.owns && slot.last_key)
-        share(Hkv, [&](int64_t g) { offset_keys(model, slot, step, g, &w.qkv[HD], width); });
+        share(Hkv, [&](int64_t g) { offset_keys(slot, step, g, &w.qkv[HD], width); });
     share(layer.owns ? step.m : 0, [&](int64_t i) {
         float* k = &w.qkv[i * width] + HD;
         const int64_t position = step.positions[i];
         if (slot.ring && position >= slot.capacity && i > 0 && step.later[i - 1]) {
             auto save = slot.scaled() ? &Overwritten::save<int8_t>
                       : slot.dtype == BFLOAT16 ? &Overwritten::save<uint16_t> : &Overwritten::save<float>;
-            const int64_t size = slot.dtype == INT4 ? D / 2 : D;
-            (overwritten.*save)(slot, step.rows[i], index_of(slot, position), i, Hkv, size);
+            (overwritten.*save)(slot, step.rows[i], index_of(slot, position), i, slot.dtype == INT4 ? S / 2 : S);
         }
-        append(model, slot, step, i, k, k + Hkv * D);
+        append(model, slot, step, i, k, k + Hkv * S);
     });
+    const float* queries = w.qkv.data();
+    int64_t stride = width;
+    if (layer.k_up) {
+        through_latents(model, layer.k_up, queries, stride, S, step.m, false, w.to_latents.data());
+        queries = w.to_latents.data(), stride = model.n_head * S;
+    }
     share(parts.parts.size() * Hkv, 1, [&](int64_t item) {
         const Part& part = parts.parts[item / Hkv];
         auto attend = slot.scaled() ? attend_part<int8_t>
                     : slot.dtype == BFLOAT16 ? attend_part<uint16_t> : attend_part<float>;
-        attend(model, part.overwritten ? overwritten.slot : slot, step, part, item % Hkv, &w.qkv[part.i * width + item % Hkv * group * D],
+        attend(model, part.overwritten ? overwritten.slot : slot, step, part, item % Hkv, queries + part.i * stride + item % Hkv * group * S,
                &w.results[item * size], scratch.data());
     });
     share(step.m, [&](int64_t i) {
-        float* y = &w.y[i * HD];
-        join_parts(model, layer.sink, &w.results[parts.first[i] * Hkv * size],
+        float* y = layer.v_up ? &w.of_latents[i * stride] : &w.y[i * HD];
+        join_parts(model, slot, layer.sink, &w.results[parts.first[i] * Hkv * size],
                    parts.first[i + 1] - parts.first[i], y);
         if (slot.k != slot.v || !layer.cos) return;
         for (int64_t head = 0; head < model.n_head; head++)  // V is rotated: rotate back
             norm_and_rotate(y + head * D, nullptr, layer.cos + step.positions[i] * D,
                             layer.sin + step.positions[i] * D, D, turned, -1);
     });
+    if (layer.v_up) through_latents(model, layer.v_up, w.of_latents.data(), stride, S, step.m, true, w.y.data());
 }
 
 static void norm_rows(const float* x, const float* gain, const float* bias, int64_t m, int64_t n,
@@ -574,22 +608,29 @@ extern "C" void nanokv_decode(const Model* model_, const Step* step_) {
     const int64_t m = step.m, C = model.n_embd, HD = model.n_head * model.head_dim;
     static thread_local Workspace w;
     std::vector<Parts> parts;
-    int64_t most = 0, widest = std::max(C, HD);
+    int64_t results = 0, latents = 0, qkv = 0, widest = std::max(C, HD);
     w.overwritten.resize(model.n_slot);
     for (int64_t s = 0; s < model.n_slot; s++) {
-        w.overwritten[s].resize(model.slots[s], m, model.n_kv_head, model.head_dim);
-        parts.emplace_back(model.slots[s], step, model.n_kv_head);
-        most = std::max<int64_t>(most, parts.back().parts.size());
+        const Slot& slot = model.slots[s];
+        w.overwritten[s].resize(slot, m);
+        parts.emplace_back(slot, step);
+        results = std::max(results, (int64_t)parts.back().parts.size() * model.n_head * (padded(slot.head_dim) + 2));
     }
-    for (int64_t l = 0; l < model.n_layer; l++) widest = std::max(widest, model.layers[l].c_fc.n);
+    for (int64_t l = 0; l < model.n_layer; l++) {
+        const Layer& layer = model.layers[l];
+        widest = std::max(widest, layer.c_fc.n), qkv = std::max(qkv, layer.c_attn.n);
+        if (layer.k_up) latents = model.n_head * model.slots[layer.slot].head_dim;
+    }
     const Linear& linear = model.layers[0].c_fc;
     const int64_t most_groups = linear.dtype == INT4 ? widest / linear.group : 1;
     w.x.assign(m * C, 0);
     w.h.resize(m * C);
     w.y.resize(m * HD);
-    w.qkv.resize(m * (HD + 2 * model.n_kv_head * model.head_dim));
+    w.qkv.resize(m * qkv);
+    w.to_latents.resize(m * latents);
+    w.of_latents.resize(m * latents);
     w.mlp.resize(m * widest);
-    w.results.resize(most * model.n_head * (padded(model.head_dim) + 2));
+    w.results.resize(results);
     w.values.resize(4 * (m + LANES) * widest);
     w.scale.resize(m);
     w.sum.resize(m * most_groups);

@@ -53,8 +53,6 @@ def unsupported(model: GPT, cache: KVCache) -> str:
     c = model.config
     if unknown_field(c):
         return unknown_field(c)
-    if c.kv_latent:
-        return f'kv_latent={c.kv_latent}'
     for name, width in (('n_embd', c.n_embd), ('head_dim', model.plan.head_dim),
                         ('mlp_hidden', c.resolved_mlp_hidden)):
         if width % MULTIPLE:
@@ -164,7 +162,7 @@ class NativeDecode:
         return native.Model(
             ctypes.addressof(layers), ctypes.addressof(slots), wte, wpe, *self._norm(t.ln_f),
             self._linear(model.lm_head), len(plan.layers), len(plan.slots), model.config.n_embd,
-            plan.n_head, plan.n_kv_head, plan.head_dim, DTYPES[model.dtype], DTYPES[model.dtype],
+            plan.n_head, plan.head_dim, DTYPES[model.dtype], DTYPES[model.dtype],
             ACTIVATIONS[model.config.gelu],
             model.config.kv_quant_train == 'int8' and cache.kv_dtype != 'int8',
             model.config.act_clamp)
@@ -177,6 +175,8 @@ class NativeDecode:
         gains = (self._pointer(norm and norm.weight) for norm in (attn.q_norm, attn.k_norm))
         linears = map(self._linear, (attn.c_attn, attn.c_proj, block.mlp.c_fc, block.mlp.c_proj))
         return native.Layer(*self._norm(block.ln_1), *self._norm(block.ln_2), *gains, cos, sin,
+                            self._pointer(getattr(attn, 'k_up', None)),
+                            self._pointer(getattr(attn, 'v_up', None)),
                             self._pointer(attn.sink), *linears, layer.slot, layer.owns)
 
     def _slot(self, index, store) -> native.Slot:
@@ -184,7 +184,8 @@ class NativeDecode:
         pointers = [*(x.data_ptr() for x in tensors), None, None][:4]
         pointers.append(state and state.tensors[0].data_ptr())
         transposed = tensors[0].stride(2) == 1 and store.capacity > 1
-        return native.Slot(*pointers, store.capacity, DTYPES[store.dtype],
+        slot = self.cache.plan.slots[index]
+        return native.Slot(*pointers, slot.n_kv_head, slot.head_dim, store.capacity, DTYPES[store.dtype],
                            isinstance(store, RingStore), isinstance(store, PagedStore), transposed)
 
     def _linear(self, linear) -> native.Linear:

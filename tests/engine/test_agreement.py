@@ -142,7 +142,7 @@ def test_a_change_that_the_fused_blocks_lack_is_captured(everywhere, monkeypatch
        kv_dtype=st.sampled_from(['auto', 'int8']), weights=st.sampled_from(['auto', 'int8']))
 def test_rounding_is_no_difference_in_any_model(native_step, config, dtype, kv_dtype, weights):
     """Not even where attention is so sharp that rounding in bfloat16 and int8 is large."""
-    widths = dict(n_embd=32, head_dim=16, mlp_hidden=64, key_offset=False, kv_latent=0)
+    widths = dict(n_embd=32, head_dim=16, mlp_hidden=64, kv_latent=0)
     model = random_model(dataclasses.replace(config, **widths), dtype)
     quantize_weights(model, weights)
     assert native_step(model, model.new_cache(1, 40, kv_dtype)) is not None

@@ -43,6 +43,9 @@ KINDS = {
                                        n_kv_head=2, kv_quant_train='int8'),
     'offset keys': dict(WIDE, key_offset=True, share_global_kv=False, n_kv_head=2),
     'offset keys, rounded': dict(WIDE, key_offset=True, qk_norm=False, kv_quant_train='int8'),
+    'latents': dict(WIDE, kv_latent=32, rope_fraction_global=0.0, share_global_kv=False),
+    'latents with sinks, rounded': dict(WIDE, kv_latent=48, pos_embedding='learned', qk_norm=False,
+                                        n_kv_head=2, attn_sink=True, kv_quant_train='int8'),
     'wide heads': dict(WIDE, n_head=3, head_dim=112, layer_pattern='G', kv_share='', window_size=0),
 }
 
@@ -240,7 +243,6 @@ def test_logits_that_are_not_finite_show_it(wide):
     *((width, torch.float32, 'auto', f'{name}={n} (widths must be multiples of 8)')
       for width in (dict(n_embd=36), dict(head_dim=6), dict(mlp_hidden=50))
       for name, n in width.items()),
-    (dict(kv_latent=32, rope_fraction_global=0.0), torch.float32, 'auto', 'kv_latent=32'),
     ({}, torch.float64, 'auto', ''),
     ({}, torch.float32, 'float16', "kv_dtype='float16'")])
 def test_where_it_cannot_serve_the_model_does(fields, dtype, kv_dtype, named, capsys):
