@@ -27,12 +27,11 @@ class Unavailable(Exception):
     """The extension cannot be built or loaded; the message says why."""
 
 
-def opened(source: Path, checked, openmp: bool = False) -> ctypes.CDLL | None:
+def opened(source: Path, checked) -> ctypes.CDLL | None:
     """Return the extension of this .cpp file, compiled if necessary, after `checked` has had it.
-    None if it is unavailable, with a note on stderr. openmp: share torch's threads if the compiler
-    knows OpenMP (Apple's does not); else the extension has its own."""
+    None if it is unavailable, with a note on stderr."""
     try:
-        path = _compiled(source, ('-fopenmp',) if openmp else ())
+        path = _compiled(source)
         try:
             return checked(ctypes.CDLL(str(path)))
         except OSError as e:
@@ -43,7 +42,7 @@ def opened(source: Path, checked, openmp: bool = False) -> ctypes.CDLL | None:
         return None
 
 
-def _compiled(source: Path, optional: tuple[str, ...]) -> Path:
+def _compiled(source: Path) -> Path:
     """The shared library for this source, the headers here, compiler, flags and processor."""
     if os.name != 'posix':
         raise Unavailable('it is built on Linux and macOS only')
@@ -52,13 +51,13 @@ def _compiled(source: Path, optional: tuple[str, ...]) -> Path:
     if compiler is None:
         raise Unavailable(f"no compiler: {' or '.join(names)} is needed")
     sources = [source, *sorted(HERE.glob('*.h'))]
-    inputs = [compiler, *FLAGS, *optional, _processor(), *(path.read_text() for path in sources)]
+    inputs = [compiler, *FLAGS, _processor(), *(path.read_text() for path in sources)]
     name = hashlib.sha256('\0'.join(inputs).encode()).hexdigest()[:16]
     path = user_cache() / 'native' / f'{name}.so'
     try:
         private_folder(path.parent)
         if not is_trusted(path):  # anyone can compute its name: a file of another user is replaced
-            _compile(compiler, source, path, optional)
+            _compile(compiler, source, path)
     except (OSError, subprocess.TimeoutExpired) as e:
         raise Unavailable(f'{compiler}: {e}') from e
     return path
@@ -74,12 +73,12 @@ def _processor() -> str:
     return '\n'.join(dict.fromkeys(kept))
 
 
-def _compile(compiler: str, source: Path, path: Path, optional: tuple[str, ...]) -> None:
+def _compile(compiler: str, source: Path, path: Path) -> None:
     """Compile to a temporary file first, since another process may be compiling too."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder, 'made.so')
-        for flags in dict.fromkeys([optional, ()]):
-            command = [compiler, *FLAGS, *flags, f'-I{HERE}', str(source), '-o', str(made)]
+        for openmp in (['-fopenmp'], []):  # Apple's compiler has none
+            command = [compiler, *FLAGS, *openmp, f'-I{HERE}', str(source), '-o', str(made)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
             if not done.returncode:
                 break

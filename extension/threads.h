@@ -1,39 +1,18 @@
-// Threads that share loops. Where they alternate with torch's own, as in training, they have to be
-// the same threads: there this is OpenMP (-fopenmp). Elsewhere they are a pool, because Apple's
-// compiler has no OpenMP, and because its threads wait for one that another program keeps from
-// running.
+// Threads that share loops: torch's own, by OpenMP, or a pool where the compiler lacks that (Apple's).
 //
 // `in_parallel(n, body)` runs body on up to n threads at once. All of them call the same `share`s in
 // the same order, and each of these divides its loop among those that are there. A thread that comes
-// late finds loops ended, and passes over them: nobody waits for a thread that has taken nothing. So
-// beside its loops, a body may only compute what is the same in every thread.
+// late finds loops ended, and passes over them: nobody waits for a thread that has taken nothing,
+// because another program may keep it from running. (OpenMP's own loops wait for all threads, and a
+// busy core made a step ten times as long.) So beside its loops, a body may only compute what is the
+// same in every thread.
 #pragma once
-#include <algorithm>
-#include <cstdint>
-
-#if defined(_OPENMP)
-#include <omp.h>
-
-template <typename F>
-static void in_parallel(int64_t threads, const F& body) {
-    #pragma omp parallel num_threads(threads)
-    body();
-}
-
-// f(i) for i < n, `chunk` of them in a row by the same thread. No thread returns before all are done.
-template <typename F>
-static void share(int64_t n, int64_t chunk, F f) {
-    #pragma omp for schedule(dynamic, chunk)
-    for (int64_t i = 0; i < n; i++) f(i);
-}
-
-static int64_t threads_here() { return omp_get_num_threads(); }
-
-#else
 #include <pthread.h>
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <cstdint>
 #include <functional>
 #include <mutex>
 #include <system_error>
@@ -51,28 +30,22 @@ struct Waiting {  // spins, then gives way to other threads
     }
 };
 
-class Team {
-    // of the newest loop: its number in the upper half, items in the lower one
-    alignas(64) std::atomic<uint64_t> taken{0};
-    alignas(64) std::atomic<uint64_t> done{0};
-    // of the newest region: its number in the upper half, then whether it is open and the number of
+// Without OpenMP: calls `work` in n threads, of which one is the caller's.
+class Pool {
+    // of the newest call: its number in the upper half, then whether it is open and the number of
     // workers that are in it
     alignas(64) std::atomic<uint64_t> door{0};
-    static constexpr uint64_t OPEN = 1u << 31, REGION = 1ull << 32;
+    static constexpr uint64_t OPEN = 1u << 31, CALL = 1ull << 32;
 
     std::atomic<int> wanted{0}, asleep{0};
-    uint32_t first_loop = 0;  // of the region
-    const std::function<void()>* body = nullptr;
+    const std::function<void()>* work = nullptr;
     int workers = 0;
-    std::mutex busy, bed;
+    std::mutex bed;
     std::condition_variable bell;
 
-    static uint64_t start_of(uint32_t loop) { return (uint64_t)loop << 32; }
-    static int32_t ahead(uint64_t word, uint32_t loop) { return (int32_t)((uint32_t)(word >> 32) - loop); }
-
-    // Wait for a region after `last`, asleep after a while; returns the door.
-    uint64_t next_region(uint64_t last) {
-        auto other = [&] { return door / REGION != last; };
+    // Wait for a call after `last`, asleep after a while; returns the door.
+    uint64_t next_call(uint64_t last) {
+        auto other = [&] { return door / CALL != last; };
         for (Waiting wait; wait.times < 3000; wait())
             if (other()) return door;
         std::unique_lock<std::mutex> lock(bed);
@@ -82,14 +55,13 @@ class Team {
         return door;
     }
 
-    void work(int index) {
+    void worker(int index) {
         for (uint64_t last = 0;;) {
-            uint64_t seen = next_region(last);
-            last = seen / REGION;
-            while (seen & OPEN && seen / REGION == last && index < wanted)
+            uint64_t seen = next_call(last);
+            last = seen / CALL;
+            while (seen & OPEN && seen / CALL == last && index < wanted)
                 if (door.compare_exchange_weak(seen, seen + 1)) {
-                    here() = {this, wanted + 1, first_loop};
-                    (*body)();
+                    (*work)();
                     door--;
                     break;
                 }
@@ -97,27 +69,12 @@ class Team {
     }
 
   public:
-    struct Place {
-        Team* team = nullptr;
-        int threads = 1;
-        uint32_t loop = 0;  // the next one
-    };
-    static Place& here() {
-        static thread_local Place place;
-        return place;
-    }
-
-    // Whether the region ran: another caller may have the team.
-    bool run(int threads, const std::function<void()>& f) {
-        std::unique_lock<std::mutex> lock(busy, std::try_to_lock);
-        if (!lock) return false;
+    void run(int threads, const std::function<void()>& f) {
         try {
-            for (; workers < threads - 1; workers++) std::thread(&Team::work, this, workers).detach();
+            for (; workers < threads - 1; workers++) std::thread(&Pool::worker, this, workers).detach();
         } catch (const std::system_error&) {}  // the system gives no more of them
-        wanted = threads - 1, body = &f;
-        Place& place = here();
-        place = {this, threads, first_loop};
-        door = (door / REGION + 1) * REGION | OPEN;
+        wanted = threads - 1, work = &f;
+        door = (door / CALL + 1) * CALL | OPEN;
         if (asleep) {
             std::lock_guard<std::mutex> awake(bed);
             bell.notify_all();
@@ -125,8 +82,51 @@ class Team {
         f();
         door &= ~OPEN;
         for (Waiting wait; door % OPEN; wait()) {}
-        first_loop = place.loop;
-        place = {};
+    }
+};
+
+// The threads of a region, and its loops.
+class Team {
+    // of the newest loop: its number in the upper half, items in the lower one
+    alignas(64) std::atomic<uint64_t> taken{0};
+    alignas(64) std::atomic<uint64_t> done{0};
+    uint32_t first_loop = 0;  // of the region
+    std::mutex busy;
+    Pool pool;
+
+    static uint64_t start_of(uint32_t loop) { return (uint64_t)loop << 32; }
+    static int32_t ahead(uint64_t word, uint32_t loop) { return (int32_t)((uint32_t)(word >> 32) - loop); }
+
+  public:
+    struct Place {
+        Team* team = nullptr;
+        int threads = 1;
+        uint32_t loop = 0;  // the last one
+    };
+    static Place& here() {
+        static thread_local Place place;
+        return place;
+    }
+
+    // Whether the region ran: another caller may have the team.
+    bool run(int threads, const std::function<void()>& body) {
+        std::unique_lock<std::mutex> lock(busy, std::try_to_lock);
+        if (!lock) return false;
+        const uint32_t start = first_loop;
+        std::atomic<uint32_t> end{start};
+        auto work = [&] {
+            here() = {this, threads, start};
+            body();
+            end = here().loop;
+            here() = {};
+        };
+#if defined(_OPENMP)
+        #pragma omp parallel num_threads(threads)
+        work();
+#else
+        pool.run(threads, work);
+#endif
+        first_loop = end;
         return true;
     }
 
@@ -154,21 +154,17 @@ class Team {
     }
 };
 
-static std::atomic<Team*> team{nullptr};
-
-static Team& the_team() {  // never deleted: its threads are not joined
-    static const int forked = pthread_atfork(nullptr, nullptr, [] { team = nullptr; });
-    (void)forked;
-    if (Team* found = team) return *found;
-    Team* expected = nullptr;
-    team.compare_exchange_strong(expected, new Team);
-    return *team;
-}
-
 static void in_parallel(int64_t threads, const std::function<void()>& body) {
-    if (threads <= 1 || Team::here().team || !the_team().run(threads, body)) body();
+    static Team& team = *new Team;  // never deleted: its threads are not joined
+    static std::atomic<bool> forked{false};  // into a process without them
+    static const int noticed = pthread_atfork(nullptr, nullptr, [] { forked = true; });
+    (void)noticed;
+    if (threads <= 1 || forked || Team::here().team || !team.run(threads, body)) body();
 }
 
+static int64_t threads_here() { return Team::here().threads; }
+
+// f(i) for i < n, `chunk` of them in a row by the same thread. No thread returns before all are done.
 template <typename F>
 static void share(int64_t n, int64_t chunk, F f) {
     if (n <= 0) return;
@@ -176,10 +172,6 @@ static void share(int64_t n, int64_t chunk, F f) {
     if (place.team) return place.team->share(n, chunk, place, f);
     for (int64_t i = 0; i < n; i++) f(i);
 }
-
-static int64_t threads_here() { return Team::here().threads; }
-
-#endif
 
 // The same in as few pieces as there are threads.
 template <typename F>

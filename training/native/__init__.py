@@ -46,7 +46,7 @@ class Norm(ctypes.Structure):
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The extension, compiled if necessary; None, after a note, if that is not possible."""
-    return extension.opened(SOURCE, _checked, openmp=True)
+    return extension.opened(SOURCE, _checked)
 
 
 def _checked(found):
