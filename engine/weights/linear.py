@@ -1,4 +1,4 @@
-"""Linear layers that are fast on a CPU for the few rows of a decode step."""
+"""Linear layers on a CPU: fast for the few rows of a decode step, and in bfloat16 for many."""
 import ctypes
 import functools
 import statistics
@@ -12,22 +12,24 @@ from torch.nn import functional as F
 from engine import native
 
 MOST_ROWS = 256
+CONVERTED = 2 ** 22  # elements of a bfloat16 weight that are in float32 at a time, 16 MB
 
 
 class FewRowsLinear(nn.Linear):
-    """nn.Linear that uses the extension's matmul where it is faster: in float32 and bfloat16 on a
-    CPU, for up to `few_rows` rows."""
+    """nn.Linear that, in float32 and bfloat16 on a CPU, uses the extension's matmul for up to
+    `few_rows` rows, where it is faster, and `by_torch` for more."""
 
     def forward(self, x):
         if torch.compiler.is_compiling() or not self._suits(x):
             return F.linear(x, self.weight, self.bias)
-        return by_extension(describe(self), x).to(x.dtype)
+        if x.numel() <= few_rows(x.dtype) * x.size(-1):
+            return by_extension(describe(self), x).to(x.dtype)
+        return by_torch(x, self.weight, self.bias)
 
     def _suits(self, x):
         w = self.weight
         return (type(w) is nn.Parameter and w.dtype in native.DTYPES and w.device.type == 'cpu'
-                and x.dtype == w.dtype and not torch.is_grad_enabled() and x.size(-1) % 8 == 0
-                and x.numel() <= few_rows(w.dtype) * x.size(-1))
+                and x.dtype == w.dtype and not torch.is_grad_enabled() and x.size(-1) % 8 == 0)
 
 
 def describe(linear) -> tuple[native.Linear, tuple]:
@@ -52,6 +54,28 @@ def by_extension(described, x: torch.Tensor) -> torch.Tensor:
     return y.view(*x.shape[:-1], linear.n)
 
 
+def by_torch(x: torch.Tensor, weight: torch.Tensor, bias=None) -> torch.Tensor:
+    """F.linear. In bfloat16 it goes through float32 where that is faster, as on processors without
+    instructions for bfloat16."""
+    n, k = weight.shape
+    if weight.dtype != torch.bfloat16 or x.numel() <= 8 * k or not float32_is_faster():
+        return F.linear(x, weight, bias)
+    wide, y = x.float(), x.new_empty(*x.shape[:-1], n)
+    for start in range(0, n, max(1, CONVERTED // k)):
+        rows = slice(start, start + max(1, CONVERTED // k))
+        y[..., rows] = F.linear(wide, weight[rows].float(), bias if bias is None
+                                else bias[rows].float())
+    return y
+
+
+@functools.cache
+def float32_is_faster() -> bool:
+    """Whether a bfloat16 weight is multiplied faster after conversion; takes about 50 ms."""
+    x, weight = (torch.ones(n, 768, dtype=torch.bfloat16) for n in (64, 768))
+    converted = _seconds(lambda: F.linear(x.float(), weight.float()).bfloat16())
+    return converted < _seconds(F.linear, x, weight)
+
+
 def few_rows(dtype: torch.dtype) -> int:
     """The number of rows up to which the extension's matmul is faster; 0 without it."""
     return _measured(dtype) if native.library() else 0
@@ -65,7 +89,7 @@ def _measured(dtype) -> int:
     described = describe(linear)
     while rows <= MOST_ROWS:
         x = torch.ones(rows, 768, dtype=dtype)
-        if _seconds(by_extension, described, x) > _seconds(F.linear, x, weight):
+        if _seconds(by_extension, described, x) > _seconds(by_torch, x, weight):
             break
         rows *= 4
     return rows // 4

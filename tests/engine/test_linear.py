@@ -71,6 +71,23 @@ def test_torch_computes_the_rest_and_training(by_extension, n_rows, n_in, dtype)
     assert layer.weight.grad is not None and not by_extension
 
 
+@pytest.mark.parametrize('faster', [False, True])
+@pytest.mark.parametrize('bias', [False, True])
+def test_bfloat16_goes_through_float32_where_that_is_faster(monkeypatch, recorded, bias, faster):
+    monkeypatch.setattr(linear, '_measured', lambda dtype: 8)
+    monkeypatch.setattr(linear, 'float32_is_faster', lambda: faster)
+    monkeypatch.setattr(linear, 'CONVERTED', 48 * 7)  # 7 rows of the weight at a time
+    calls = recorded(linear.F, 'linear', lambda x, weight, bias=None: (x.dtype, len(weight)))
+    layer, x = FewRowsLinear(48, 20, bias=bias).bfloat16(), torch.randn(3, 5, 48).bfloat16()
+    with torch.no_grad():
+        y = layer(x)
+    expected = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double() if bias
+                                    else None)
+    assert y.dtype == torch.bfloat16 and ((y - expected) / (1 + expected.abs())).abs().max() < 0.005
+    in_float32 = [(torch.float32, n) for n in (7, 7, 6)]
+    assert calls[:-1] == (in_float32 if faster else [(torch.bfloat16, 20)])
+
+
 def test_a_weight_that_changes_or_is_replaced_counts_at_once(by_extension):
     layer, x = FewRowsLinear(48, 64), torch.randn(2, 48)
     with torch.no_grad():
