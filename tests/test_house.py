@@ -29,12 +29,12 @@ BUDGETS = {
     'interop/': 1_807,
     'training/': 4_289,
     'extension/': 89,
-    'engine/': 4_973,
+    'engine/': 5_002,
     'attention/kernels/': 815,
     'kv/': 1_282,  # without the core
     'data/': 2_637,
     'config/ configurator.py': 2_000,
-    'tests/': 26_987,
+    'tests/': 27_017,
 }
 house = pytest.mark.house
 

@@ -78,17 +78,18 @@ class Work:
 class Scheduler:
     """Assigns rows and pages of `cache`, a `PagedKVCache`, to requests.
 
-    prefill_chunk: maximum number of prompt tokens computed per step, including padding.
+    prefill_chunk: maximum number of prompt tokens computed per step, including padding. alone: the
+        same while no row decodes; 0 = no difference.
     prefix: an `engine.prefix.store.PrefixStore` of that cache, or None.
     pace: an `engine.requests.pace.Pace`, which lowers that number while rows decode; None = it
         stays.
     """
 
-    def __init__(self, cache, prefill_chunk: int, prefix=None, pace=None):
+    def __init__(self, cache, prefill_chunk: int, prefix=None, pace=None, alone: int = 0):
         if prefill_chunk < 1:
             raise UserError(f'prefill_chunk={prefill_chunk}: must be at least 1')
         self.cache, self.prefill_chunk, self.prefix = cache, prefill_chunk, prefix
-        self.pace = pace
+        self.pace, self.alone = pace, alone or prefill_chunk
         self.waiting, self.running = deque(), []
         self.num_steps, self.room = 0, prefill_chunk  # room: prompt tokens of this step
 
@@ -107,7 +108,8 @@ class Scheduler:
         """Return the work of the next step, after taking rows and pages for it."""
         self.num_steps += 1
         decode = self._reserve_decoding()
-        if self.pace:
+        self.room = self.prefill_chunk if decode else self.alone
+        if self.pace and decode:
             self.room = self.pace.room(len(decode), len(self.running) - len(decode))
         self._admit()
         work = Work(self._chunks(), decode)
@@ -240,7 +242,7 @@ class Scheduler:
         one prompt."""
         room, passes, together = self.room, [], []
         saved = self.pace.saved if self.pace else 0
-        beyond = self.prefill_chunk - room  # at most so much of it in one step
+        beyond = max(0, self.prefill_chunk - room)  # at most so much of it in one step
         prefilling = (r for r in self.running if not (r.decoding or r.finishing))
         for request in sorted(prefilling, key=lambda r: (r.due, r.number)):
             missing = request.pending - room

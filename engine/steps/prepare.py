@@ -21,7 +21,7 @@ def prepare(engine) -> None:
     engine.fast_decode.prepare()
     model, cache = engine.model, engine.cache
     for row in range(min(2, cache.batch_size)):  # row 1 may be aligned differently
-        for chunks in _chunks_of_every_kind(cache, engine.scheduler.prefill_chunk):
+        for chunks in _chunks_of_every_kind(cache, engine.scheduler.alone):
             try:
                 for n in chunks:
                     idx = torch.zeros(1, n, dtype=torch.int64, device=model.device)

@@ -76,7 +76,7 @@ def test_parameters_that_do_not_match_prompts_are_refused_before_anything_runs()
 
 @pytest.mark.parametrize('settings, named', [
     (dict(max_batch_size=0), 'max_batch_size=0'), (dict(max_seq_len=-1), 'max_seq_len=-1'),
-    (dict(page_size=0), 'page_size=0'), (dict(prefill_chunk=0), 'prefill_chunk=0'),
+    (dict(page_size=0), 'page_size=0'), (dict(prefill_chunk=-1), 'prefill_chunk=-1'),
     (dict(max_seq_len=65), 'block_size=64'), (dict(kv_dtype='int2'), "'int2'"),
     (dict(kv_budget=1), 'kv_budget=1 '), (dict(kv_budget=-5), 'kv_budget=-5 ')], ids=str)
 def test_wrong_settings_of_an_engine_are_refused(settings, named):

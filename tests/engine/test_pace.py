@@ -59,7 +59,19 @@ def test_the_scheduler_counts_rows_that_decode_and_that_compute_prompts():
     s.add(9, 1)
     s.step()
     s.step()
-    assert counted == [(0, 0), (1, 0), (1, 2)]
+    assert counted == [(1, 0), (1, 2)]
+
+
+def test_chunks_are_longer_while_no_row_decodes():
+    s, computed = Simulation(batch_size=2, max_seq_len=60, n_pages=60, prefill_chunk=4), []
+    s.scheduler.alone = 16
+    request = s.add(40, 1)
+    for step in range(5):
+        if step == 1:
+            s.add(1, 9)
+        s.step()
+        computed.append(request.num_computed_tokens)
+    assert computed == [16, 31, 35, 39, 40]
 
 
 def test_a_paced_step_has_one_pass_that_ends_where_rows_can_resume(monkeypatch):
@@ -150,6 +162,7 @@ def test_a_prompt_is_due_later_if_steps_compute_less():
     s = Simulation(batch_size=3, max_seq_len=40, n_pages=40, prefill_chunk=8)
     s.scheduler.pace = Pace(8, 2.0)
     s.scheduler.pace.room = lambda decoding, prompts: 2
+    s.scheduler.alone = 2
     first = s.add(20, 1)
     s.step()
     assert first.due == 1 + 20 // 2
