@@ -56,7 +56,8 @@ class Linear(ctypes.Structure):
 
 
 class Slot(ctypes.Structure):
-    _fields_ = _fields('k v k_scale v_scale last_key', 'n_kv_head head_dim capacity', 'dtype ring paged transposed')
+    _fields_ = _fields('k v k_scale v_scale last_key', 'n_kv_head head_dim capacity',
+                       'dtype ring paged transposed')
 
 
 class Layer(ctypes.Structure):

@@ -155,7 +155,7 @@ class NativeDecode:
         plan, t, cache = model.plan, model.transformer, self.cache
         layers = (native.Layer * len(plan.layers))(
             *(self._layer(model, *pair) for pair in zip(plan.layers, t.h)))
-        slots = (native.Slot * len(plan.slots))(*(self._slot(k, store) for k, store in enumerate(cache.stores)))
+        slots = (native.Slot * len(plan.slots))(*map(self._slot, plan.slots, cache.stores))
         self._kept += [layers, slots]
         wte = None if isinstance(t.wte, Int8Embedding) else t.wte.weight.data_ptr()
         wpe = None if model.rotary else t.wpe.weight.data_ptr()
@@ -179,14 +179,14 @@ class NativeDecode:
                             self._pointer(getattr(attn, 'v_up', None)),
                             self._pointer(attn.sink), *linears, layer.slot, layer.owns)
 
-    def _slot(self, index, store) -> native.Slot:
-        tensors, state = store.tensors, self.cache.last_keys.get(index)
+    def _slot(self, slot, store) -> native.Slot:
+        tensors, state = store.tensors, self.cache.last_keys.get(slot.index)
         pointers = [*(x.data_ptr() for x in tensors), None, None][:4]
         pointers.append(state and state.tensors[0].data_ptr())
         transposed = tensors[0].stride(2) == 1 and store.capacity > 1
-        slot = self.cache.plan.slots[index]
-        return native.Slot(*pointers, slot.n_kv_head, slot.head_dim, store.capacity, DTYPES[store.dtype],
-                           isinstance(store, RingStore), isinstance(store, PagedStore), transposed)
+        return native.Slot(*pointers, slot.n_kv_head, slot.head_dim, store.capacity,
+                           DTYPES[store.dtype], isinstance(store, RingStore),
+                           isinstance(store, PagedStore), transposed)
 
     def _linear(self, linear) -> native.Linear:
         described, kept = describe(linear)
