@@ -24,7 +24,7 @@ CORE_TOKENS = 15_500
 # number. These are the sizes of today; the aim is 24,000 lines without tests, 22,500 of tests.
 BUDGETS = {
     'train.py sample.py chat.py serve.py ablate.py bench.py': 1_029,
-    'lab/': 6_422,
+    'lab/': 6_442,
     'serving/': 1_454,
     'interop/': 1_807,
     'training/': 4_289,
@@ -34,7 +34,7 @@ BUDGETS = {
     'kv/': 1_282,  # without the core
     'data/': 2_637,
     'config/ configurator.py': 2_000,
-    'tests/': 27_017,
+    'tests/': 27_030,
 }
 house = pytest.mark.house
 

@@ -33,6 +33,9 @@ class LlamaCpp:
         self.lib, self.config, self.models = lib, ours.config, {}
         silence(lib)
         lib.llama_backend_init()
+        how = lib.llama_model_default_params()
+        if getattr(torch.cpu, '_is_amx_tile_supported', bool)():  # its kernels crash there
+            how.use_extra_bufts = False
         path = Path(folder, 'f32')
         write_gguf(gguf, ours, path)
         for name, kind in (('f32', None), ('f16', lib.LLAMA_FTYPE_MOSTLY_F16),
@@ -42,7 +45,7 @@ class LlamaCpp:
             file = str(path.with_name(name)).encode()
             if kind:
                 lib.llama_model_quantize(str(path).encode(), file, ctypes.byref(options))
-            model = lib.llama_model_load_from_file(file, lib.llama_model_default_params())
+            model = lib.llama_model_load_from_file(file, how)
             if not model:
                 raise UserError(f"against='llama.cpp': it cannot load this model as {name}")
             stack.callback(lib.llama_model_free, model)

@@ -6,6 +6,7 @@ import torch
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
+from engine.weights.quantize import quantize_weights
 from lab.benchmarks.engines import HF_CACHES, HuggingFace, Ours, check_vanilla
 from lab.benchmarks.generation import same_tokens
 from tests.helpers.models import FULL_STACK, VOCAB, random_model, tokens
@@ -29,7 +30,7 @@ def test_transformers_makes_our_tokens_in_stamps(name, fake_clock):
     assert found == {'rows_equal': 3, 'rows': 3}
 
 
-def test_tokens_may_differ_where_rounding_decides_and_nowhere_else():
+def test_tokens_may_differ_where_rounding_decides_and_nowhere_else(monkeypatch):
     model, prompt = random_model(VANILLA, torch.float32), tokens(1, 4)
     ours = Ours(model, prompt, 3)().tokens
     unseen = next(t for t in range(VOCAB) if t not in prompt and t not in ours)
@@ -46,6 +47,18 @@ def test_tokens_may_differ_where_rounding_decides_and_nowhere_else():
         same_tokens(model, prompt, ours, theirs, 'hf')
     only_counted = same_tokens(model.bfloat16(), prompt, ours, theirs, 'hf')
     assert only_counted['rows_equal'] == 0
+
+
+def test_quantized_weights_are_given_the_noise_of_their_logits(monkeypatch):
+    model, prompt = random_model(VANILLA, torch.float32), tokens(1, 4)
+    quantize_weights(model, 'int8')
+    ours = Ours(model, prompt, 3)().tokens
+    theirs = (ours + 1) % VOCAB
+    with pytest.raises(UserError, match='more than rounding'):
+        same_tokens(model, prompt, ours, theirs, 'hf')
+    plain = model.forward  # logits that differ by 9 where there is a cache
+    monkeypatch.setattr(model, 'forward', lambda idx, cache=0: [plain(idx)[0] + 9 * (cache != 0)])
+    assert same_tokens(model, prompt, ours, theirs, 'hf') == {'rows_equal': 0, 'rows': 1}
 
 
 @pytest.mark.parametrize('change, named, refusing', [
