@@ -7,6 +7,7 @@ in torch, more slowly.
 import ctypes
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -80,9 +81,9 @@ def _compile(compiler: str, source: Path, path: Path) -> None:
         for openmp in (['-fopenmp'], []):  # Apple's compiler has none
             command = [compiler, *FLAGS, *openmp, f'-I{HERE}', str(source), '-o', str(made)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
-            if not done.returncode:
+            if not (done.returncode and re.search('openmp|l(g|i)?omp', done.stderr)):
                 break
-        else:
+        if done.returncode:
             lines = [line for line in done.stderr.splitlines() if 'error' in line]
             raise Unavailable(f'{compiler} fails: {(lines or ["no message"])[0].strip()}')
         made.chmod(0o700)  # whatever the umask

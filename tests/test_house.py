@@ -28,13 +28,13 @@ BUDGETS = {
     'serving/': 1_454,
     'interop/': 1_807,
     'training/': 4_289,
-    'extension/': 89,
-    'engine/': 5_003,
+    'extension/': 90,
+    'engine/': 5_008,
     'attention/kernels/': 815,
     'kv/': 1_282,  # without the core
     'data/': 2_637,
     'config/ configurator.py': 2_000,
-    'tests/': 27_030,
+    'tests/': 27_046,
 }
 house = pytest.mark.house
 

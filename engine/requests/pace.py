@@ -19,7 +19,7 @@ class Pace:
     What the last steps left unused is for prompts that end by it: they delay the others once, not
     in each of many steps.
 
-    most: prompt tokens of a step when no row decodes, and the limit otherwise.
+    most: the limit, and the number as long as there are no times.
     """
 
     def __init__(self, most: int, slowdown: float):
@@ -52,8 +52,10 @@ class Pace:
             self.prefilled(n, max(0.1 * seconds, seconds - median(self._decode)))
 
     def prefilled(self, n: int, seconds: float) -> None:
-        """Record that a step computed n prompt tokens in this time."""
-        self._per_token.append(seconds / n)
+        """Record that a step computed n prompt tokens in this time. Longer chunks than rows that
+        decode ever wait for do not count: they take less time per token."""
+        if n <= self.most or not self._per_token:
+            self._per_token.append(seconds / n)
 
     def decoded(self, seconds: float) -> None:
         """Record the time of a decode pass."""

@@ -6,8 +6,8 @@ no model.
                    r2  r6  r1  r5   when a request leaves, the last row moves into its place
 
 Each step decodes a token for every request that lacks only its last one, and prefills at most
-`prefill_chunk` (chunked prefill, Agrawal et al. 2023, Sarathi; iteration-level scheduling, Yu et
-al. 2022, Orca). When pages run out, the latest request is preempted, and recomputed later.
+`prefill_chunk`, or `alone` if there are none (chunked prefill, Agrawal et al. 2023, Sarathi;
+iteration-level scheduling, Yu et al. 2022, Orca). When pages run out, the latest request is preempted, and recomputed later.
 """
 import itertools
 from collections import Counter, deque
@@ -211,7 +211,7 @@ class Scheduler:
     def due(self, request) -> int:
         """The step in which a prompt would be complete if it was computed alone from now on. The
         earliest goes first: short prompts pass long ones, but not forever."""
-        return self.num_steps + request.pending // self.room
+        return self.num_steps + request.pending // min(self.room, self.prefill_chunk)
 
     def _restore(self, request, hit) -> None:
         request.last_block = self.prefix.restore(request.row, hit)

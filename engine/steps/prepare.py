@@ -21,7 +21,8 @@ def prepare(engine) -> None:
     engine.fast_decode.prepare()
     model, cache = engine.model, engine.cache
     for row in range(min(2, cache.batch_size)):  # row 1 may be aligned differently
-        for chunks in _chunks_of_every_kind(cache, engine.scheduler.alone):
+        for chunks in _chunks_of_every_kind(cache, engine.scheduler.prefill_chunk,
+                                             engine.scheduler.alone):
             try:
                 for n in chunks:
                     idx = torch.zeros(1, n, dtype=torch.int64, device=model.device)
@@ -30,12 +31,14 @@ def prepare(engine) -> None:
                 cache.reset()
 
 
-def _chunks_of_every_kind(cache, most: int) -> list[list[int]]:
-    """Chunk sizes up to `most` that use every prefill kernel: each size after few tokens, after
-    many, and as the first chunk of a row."""
+def _chunks_of_every_kind(cache, beside: int, most: int) -> list[list[int]]:
+    """Chunk sizes up to `most`, or `beside` decoding rows, that use every prefill kernel: each size
+    after few tokens, after many, and as the first chunk of a row."""
     room = min(cache.max_seq_len, cache.table.n_pages * cache.table.page_size)
     chunks, sizes = [], [1 << k for k in range(most.bit_length())]
-    for n in [1, *sizes, *[most] * (MANY_KEYS // most), *sizes]:
+    longer = max(0, -(-(MANY_KEYS - sum(sizes)) // most))
+    for n in [1, *sizes, *[most] * longer, *sizes]:
         if sum(chunks) + n <= room:
             chunks.append(n)
-    return [chunks, *([n] for n in {2, 15, 16, most - 1, most} if 1 < n <= min(most, room))]
+    return [chunks, *([n] for n in {2, 15, 16, beside - 1, beside, most - 1, most}
+                      if 1 < n <= min(most, room))]

@@ -27,6 +27,7 @@ def emulated(module, monkeypatch_module, folder, source, names, flags):
 @pytest.fixture(scope='module')
 def module_patch():
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, 'get_num_threads', lambda: 3)
         yield patch
 
 
