@@ -275,7 +275,7 @@ INLINE void unpack(const void* base, int64_t at, int64_t D, int8_t* to, int64_t 
 }
 
 // The same with room for TILE keys. K that ends before, or is not stored transposed, is copied to
-// `copy` (D, TILE), zeros behind; INT4 is unpacked there, and V behind it.
+// `copy` (D, TILE), zeros behind; INT4 is unpacked there (what lies behind is masked), and V after it.
 template <typename T>
 static Tile<T> read_tile(const Slot& slot, Place place, int64_t head, int64_t n, int64_t D, T* copy) {
     Tile<T> tile = stored_tile<T>(slot, place, head, n, D);
@@ -284,7 +284,6 @@ static Tile<T> read_tile(const Slot& slot, Place place, int64_t head, int64_t n,
         if (slot.dtype == INT4) {
             const int64_t first = head * slot.capacity + place.index;
             int8_t* values = copy + TILE * D;
-            memset(copy, 0, TILE * D);
             for (int64_t s = 0; s < n; s++) {
                 unpack(slot.k, first + s, D, copy + s, TILE);
                 unpack(slot.v, first + s, D, values + s * D, 1);

@@ -72,6 +72,7 @@ def test_chunks_are_longer_while_no_row_decodes():
         s.step()
         computed.append(request.num_computed_tokens)
     assert computed == [16, 31, 35, 39, 40]
+    assert request.due == 1 + 40 // 4  # as if rows decoded
 
 
 def test_a_paced_step_has_one_pass_that_ends_where_rows_can_resume(monkeypatch):
