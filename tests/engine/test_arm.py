@@ -68,6 +68,7 @@ def test_matmuls(decode_on_arm):
         test_linear.test_any_number_of_rows(48, 65, dtype)
     for n_rows in (1, 5, 18):
         test_weights.test_int4_matmuls_equal_exact_sums_by_group(True, n_rows, 40, 96, 32)
+        test_weights.test_matmuls_equal_exact_sums_of_integers(True, n_rows, 40, 60)
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
