@@ -48,7 +48,7 @@ class Engine:
             rings and states of all rows; the rest is for pages of the global slots.
         page_size: positions per page.
         prefill_chunk: maximum number of prompt tokens computed in a step; 0 = 256 while rows
-            decode, and otherwise 1,024, which take less time than four times 256.
+            decode, and otherwise 1,024: longer chunks take less time per token.
         slowdown: lower that number so that steps with prompt tokens take about this times as
             long as decode steps alone (`engine.requests.pace`); 0 = it stays, and chunks do not
             depend on the speed of the device.

@@ -4,7 +4,7 @@
 // the same order, and each of these divides its loop among those that are there. A thread that comes
 // late finds loops ended, and passes over them. Another program may keep a thread from running, so
 // no loop waits for one that has taken nothing, only the end of the region does. (OpenMP's own loops
-// wait for all threads, and a busy core made a step ten times as long.) So beside its loops, a body may
+// wait for all threads, and with a busy core most of a step was waiting.) So beside its loops, a body may
 // only compute what is the same in every thread. A region within a region is the same one.
 #pragma once
 #include <pthread.h>

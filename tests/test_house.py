@@ -29,12 +29,12 @@ BUDGETS = {
     'interop/': 1_807,
     'training/': 4_289,
     'extension/': 90,
-    'engine/': 5_008,
+    'engine/': 5_009,
     'attention/kernels/': 815,
     'kv/': 1_282,  # without the core
     'data/': 2_637,
     'config/ configurator.py': 2_000,
-    'tests/': 27_048,
+    'tests/': 27_051,
 }
 house = pytest.mark.house
 

@@ -515,26 +515,36 @@ struct Workspace {
     std::vector<Overwritten> overwritten;  // of each slot
 };
 
-// Multi-head latent attention scores latents c (S,) themselves: (q up) c = q (up c). Queries (m, H, D)
-// of `stride` a token -> (m, H, S), or with `back` sums of latents (m, H, S) -> (m, H, D).
-static void through_latents(const Model& model, const float* up, const float* x, int64_t stride, int64_t S,
-                            int64_t m, bool back, float* y) {
+// Multi-head latent attention scores latents c (S,) themselves: (q k_up) c = q (k_up c). Queries
+// (m, H, D), `stride` apart -> (m, H, S).
+static void queries_of_latents(const Model& model, const float* k_up, const float* q, int64_t stride, int64_t S,
+                               int64_t m, float* y) {
     const int64_t D = model.head_dim, H = model.n_head;
     share(H, 1, [=](int64_t head) {
         for (int64_t i = 0; i < m; i++) {
-            const float* from = x + i * stride + head * (back ? S : D);
-            float* to = y + (i * H + head) * (back ? D : S);
-            if (!back) std::fill(to, to + S, 0.0f);
+            float* to = y + (i * H + head) * S;
+            std::fill(to, to + S, 0.0f);
             for (int64_t d = 0; d < D; d++) {
-                const float* row = up + (head * D + d) * S;
+                const float *row = k_up + (head * D + d) * S, factor = q[i * stride + head * D + d];
+                for (int64_t c = 0; c < S; c++) to[c] += row[c] * factor;
+            }
+        }
+    });
+}
+
+// Weighted sums of latents (m, H, S) -> of values (m, H, D).
+static void values_of_latents(const Model& model, const float* v_up, const float* sums, int64_t S, int64_t m,
+                              float* y) {
+    const int64_t D = model.head_dim, H = model.n_head;
+    share(H, 1, [=](int64_t head) {
+        for (int64_t i = 0; i < m; i++) {
+            const float* from = sums + (i * H + head) * S;
+            for (int64_t d = 0; d < D; d++) {
+                const float* row = v_up + (head * D + d) * S;
                 float total = 0;
-                if (back) {
-                    #pragma omp simd reduction(+ : total)
-                    for (int64_t c = 0; c < S; c++) total += row[c] * from[c];
-                    to[d] = total;
-                } else {
-                    for (int64_t c = 0; c < S; c++) to[c] += row[c] * from[d];
-                }
+                #pragma omp simd reduction(+ : total)
+                for (int64_t c = 0; c < S; c++) total += row[c] * from[c];
+                y[(i * H + head) * D + d] = total;
             }
         }
     });
@@ -574,7 +584,7 @@ static void attention(const Model& model, const Layer& layer, const Step& step, 
     const float* queries = w.qkv.data();
     int64_t stride = width;
     if (layer.k_up) {
-        through_latents(model, layer.k_up, queries, stride, S, step.m, false, w.to_latents.data());
+        queries_of_latents(model, layer.k_up, queries, stride, S, step.m, w.to_latents.data());
         queries = w.to_latents.data(), stride = model.n_head * S;
     }
     share(parts.parts.size() * Hkv, 1, [&](int64_t item) {
@@ -593,7 +603,7 @@ static void attention(const Model& model, const Layer& layer, const Step& step, 
             norm_and_rotate(y + head * D, nullptr, layer.cos + step.positions[i] * D,
                             layer.sin + step.positions[i] * D, D, turned, -1);
     });
-    if (layer.v_up) through_latents(model, layer.v_up, w.of_latents.data(), stride, S, step.m, true, w.y.data());
+    if (layer.v_up) values_of_latents(model, layer.v_up, w.of_latents.data(), S, step.m, w.y.data());
 }
 
 static void norm_rows(const float* x, const float* gain, const float* bias, int64_t m, int64_t n,

@@ -7,7 +7,8 @@ no model.
 
 Each step decodes a token for every request that lacks only its last one, and prefills at most
 `prefill_chunk`, or `alone` if there are none (chunked prefill, Agrawal et al. 2023, Sarathi;
-iteration-level scheduling, Yu et al. 2022, Orca). When pages run out, the latest request is preempted, and recomputed later.
+iteration-level scheduling, Yu et al. 2022, Orca). When pages run out, the latest request is
+preempted, and recomputed later.
 """
 import itertools
 from collections import Counter, deque

@@ -319,7 +319,8 @@ def test_a_library_with_other_structs_is_not_used(unbuilt, quickly, monkeypatch,
 
 def test_without_openmp_it_has_threads_of_its_own(unbuilt, monkeypatch):
     wrapper = unbuilt / 'c++'
-    wrapper.write_text('#!/bin/sh\ncase "$*" in *-fopenmp\\ *) echo no -fopenmp >&2; exit 1;; esac\n'
+    wrapper.write_text('#!/bin/sh\n'
+                       'case "$*" in *-fopenmp\\ *) echo no -fopenmp >&2; exit 1;; esac\n'
                        'echo "$*" >> "$0.log"; exec c++ "$@"\n')
     wrapper.chmod(0o700)
     monkeypatch.setenv('CXX', str(wrapper))

@@ -42,8 +42,9 @@ class Emulated:
 
     def _call(self, function, args):
         memory = Memory()
-        words = [memory.word(arg) for arg in args]
-        words += [0] * (8 - len(words))
+        words = [0] * 8
+        for i, arg in enumerate(args):
+            words[i] = memory.word(arg)
         size = -(-len(memory.bytes) // 4096) * 4096
         self.process.stdin.write(struct.pack('<10q', size, function, *words)
                                  + bytes(memory.bytes).ljust(size, b'\0'))
