@@ -207,7 +207,7 @@ def main(argv=None):
     s = configurator.parse('chat', argv, usage=__doc__)
     for name in ('user', 'reply_as', 'turn'):  # bytes that are not UTF-8
         setattr(s, name, encodable(getattr(s, name)))
-    model, tokenizer = load(s)
+    model, tokenizer, _ = load(s)
     chat = Chat(s, model, tokenizer)
     if chat.path.is_file():
         chat.dialogue.load(chat.path)

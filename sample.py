@@ -66,7 +66,7 @@ def sample_start(s):
     stops = params.stop
     watch = s.watch and watchable()
     s.parallel = 1 if watch else s.parallel
-    model, tokenizer = load(s)
+    model, tokenizer, _ = load(s)
     generators = sample_generators(s.seed, s.num_samples, model.device)
     prompt = encode_prompt(tokenizer, *start)
     print_notes(s, model, tokenizer, stops, len(prompt))
@@ -182,7 +182,7 @@ def sample_prompts(s, write):
     budget = parse_bytes(s.kv_budget, 'kv_budget') if s.kv_budget else 0
     prefixes = parse_bytes(s.prefix_budget, 'prefix_budget') if s.prefix_budget else 0
     lines = read_requests(s.prompts, sampling_params(s))
-    model, tokenizer = load(s)
+    model, tokenizer, _ = load(s)
     asked, budget = encode_requests(tokenizer, lines), budget or total_memory(model.device) // 2
     lines = fitted(model, asked, budget, s.kv_dtype)
     if any(a.params != b.params for a, b in zip(asked, lines)):

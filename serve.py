@@ -62,7 +62,7 @@ def read_keys(path: str, environment) -> list[str]:
     return [] if key is None else [key.strip()]
 
 
-def make_service(s, model, tokenizer):
+def make_service(s, model, tokenizer, dataset: str):
     """Return the engine, and the settings used to validate requests."""
     template = Template(s.turn)
     try:
@@ -86,7 +86,7 @@ def make_service(s, model, tokenizer):
         created = checkpoint_in(s.out_dir, s.resume_from).stat().st_mtime
     return engine, Service(s.model_name or source.name, tokenizer, positions, s.max_new_tokens,
                            most_choices(s.parallel, s.max_waiting), template, s.user, s.reply_as,
-                           s.strict_messages, int(created))
+                           s.strict_messages, int(created), dataset)
 
 
 def main(argv=None):
@@ -103,8 +103,8 @@ def main(argv=None):
     keys = read_keys(s.api_key_file, os.environ)
     limits = Limits(parse_bytes(s.max_body, 'max_body'), s.timeout)
     sock = bind(s.host, s.port)  # before anything slow
-    model, tokenizer = load(s)
-    engine, service = make_service(s, model, tokenizer)
+    model, tokenizer, dataset = load(s)
+    engine, service = make_service(s, model, tokenizer, dataset)
     if isinstance(engine.fast_decode, CapturedDecode):
         print(f'Preparing decode steps of 1 to {s.parallel} rows', flush=True)
         prepare(engine)

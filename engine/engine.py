@@ -19,7 +19,7 @@ from engine.steps.captured import CapturedDecode
 from engine.steps.decode import fast_decode
 from engine.requests.flight import Flight
 from engine.requests.job import Event, Job, prompt_ids
-from engine.weights.linear import speed_up_few_rows
+from engine.weights.linear import speed_up_on_cpu
 from engine.steps.native import NativeDecode
 from engine.requests.pace import Pace
 from engine.pages.cache import PAGE_SIZE, PagedKVCache
@@ -81,8 +81,9 @@ class Engine:
         prefill_chunk = prefill_chunk or PREFILL_CHUNK
         self.pace = Pace(prefill_chunk, slowdown) if slowdown else None
         self.scheduler = scheduler(self.cache, prefill_chunk, self.prefix, self.pace, alone)
-        speed_up_few_rows(model)
+        speed_up_on_cpu(model)
         self.fast_decode = fast_decode(model, self.cache, captured)
+        self.cache.chunks_in_cpp = isinstance(self.fast_decode, NativeDecode)
         self.asynchronous = asynchronous
         if asynchronous is None:
             self.asynchronous = isinstance(self.fast_decode, CapturedDecode)

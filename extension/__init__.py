@@ -44,14 +44,15 @@ def opened(source: Path, checked) -> ctypes.CDLL | None:
 
 
 def _compiled(source: Path) -> Path:
-    """The shared library for this source, the headers here, compiler, flags and processor."""
+    """The shared library for this source, the headers beside it and here, compiler, flags and
+    processor."""
     if os.name != 'posix':
         raise Unavailable('it is built on Linux and macOS only')
     names = (os.environ['CXX'],) if os.environ.get('CXX') else ('g++', 'clang++', 'c++')
     compiler = next(filter(None, map(shutil.which, names)), None)
     if compiler is None:
         raise Unavailable(f"no compiler: {' or '.join(names)} is needed")
-    sources = [source, *sorted(HERE.glob('*.h'))]
+    sources = [source, *sorted(source.parent.glob('*.h')), *sorted(HERE.glob('*.h'))]
     inputs = [compiler, *FLAGS, _processor(), *(path.read_text() for path in sources)]
     name = hashlib.sha256('\0'.join(inputs).encode()).hexdigest()[:16]
     path = user_cache() / 'native' / f'{name}.so'

@@ -166,14 +166,21 @@ INLINE f16x exp16(f16x x) {
     return p * (f16x)(((i16x)shifted - (i16x)magic + 127) << 23);
 }
 
-// 1 - erf(|x|) by formula 7.1.26 of Abramowitz and Stegun, to 1.5e-7
+// The normal distribution's mass below -|x|, given exp(-x^2 / 2): half of erfc(z), z = |x| / sqrt 2,
+// as t times a polynomial of t = 1 / (1 + 0.34 z), fitted to 4e-10.
+INLINE f16x lower_tail(f16x x, f16x bell) {
+    const f16x t = 1.0f / ((f16x)((i16x)x & 0x7fffffff) * (0.34f * 0.70710678f) + 1.0f);
+    f16x p = t * -0.12349382859f + 0.54381778301f;
+    p = p * t - 0.62551820388f;
+    p = p * t + 0.60562100448f;
+    p = p * t - 0.14303516881f;
+    p = p * t + 0.15253518875f;
+    return (p * t + 0.09007322470f) * t * bell;
+}
+
 INLINE f16x gelu_exact(f16x x) {
-    f16x z = (f16x)((i16x)x & 0x7fffffff) * 0.70710678f, t = 1.0f / (z * 0.3275911f + 1.0f);
-    f16x p = t * 1.061405429f - 1.453152027f;
-    p = p * t + 1.421413741f;
-    p = p * t - 0.284496736f;
-    p = (p * t + 0.254829592f) * t * exp16(-z * z) * 0.5f;
-    return x * select(x < 0.0f, p, 1.0f - p);
+    const f16x tail = lower_tail(x, exp16(x * x * -0.5f));
+    return x * select(x < 0.0f, tail, 1.0f - tail);
 }
 
 INLINE f16x gelu_tanh(f16x x) {
@@ -181,10 +188,14 @@ INLINE f16x gelu_tanh(f16x x) {
     return x / (1.0f + exp16(-z));
 }
 
+INLINE f16x gelu(f16x x, bool tanh) { return tanh ? gelu_tanh(x) : gelu_exact(x); }
+
 INLINE f16x relu2(f16x x) {  // NaN stays
     f16x y = select(x < 0.0f, f16x{}, x);
     return y * y;
 }
+
+INLINE int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 
 // -- rows -----------------------------------------------------------------------------------------
 
@@ -267,9 +278,18 @@ INLINE void finish16(f16x value, const float* bias, float* y, int64_t count, int
     memcpy(y, &result, count * sizeof(float));
 }
 
+// An activation in int8; with AVX2 alone in 16 bits, where the middle two of each four are exchanged
+// (`dot4`).
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
+typedef int16_t activation_t;
+#else
+typedef int8_t activation_t;
+#endif
+constexpr bool EXCHANGED = sizeof(activation_t) == 2;
+
 // Rows of activations in int8: symmetric, one scale a row.
 struct Int8Rows {
-    int8_t* values;  // (m, k); of weights in floats the room of `float_matmul`
+    activation_t* values;  // (m, k); of weights in floats the room of `float_matmul`
     float* scale;    // (m,)
     int32_t* sum;    // (m, k / group): of the values of each group
 };
@@ -277,19 +297,25 @@ struct Int8Rows {
 static void quantize_rows(const float* x, int64_t m, int64_t k, int64_t group, Int8Rows out) {
     share(m, [=](int64_t row) {
         const float* from = x + row * k;
-        int8_t* to = out.values + row * k;
+        activation_t* to = out.values + row * k;
         float most = largest(from, k), inverse = most > 0 ? 127 / most : 0;
         for (int64_t start = 0; start < k; start += group) {
             int32_t total = 0;
             #pragma omp simd reduction(+ : total)
             for (int64_t i = start; i < start + group; i++) {
                 int32_t value = (int32_t)std::nearbyint(from[i] * inverse);
-                to[i] = (int8_t)value;
+                to[i] = (activation_t)value;
                 total += value;
             }
             out.sum[(row * k + start) / group] = total;
         }
         out.scale[row] = most / 127;
+        for (int64_t i = 0; EXCHANGED && i < k; i += 4) {
+            uint64_t four;
+            memcpy(&four, to + i, 8);
+            four = (four & 0xffff00000000ffff) | (four & 0xffff0000) << 16 | (four >> 16 & 0xffff0000);
+            memcpy(to + i, &four, 8);
+        }
     });
 }
 
@@ -300,8 +326,8 @@ constexpr bool SIGNED = true;
 #else
 constexpr bool SIGNED = false;
 #endif
-INLINE ints dot4(ints acc, words w, const int8_t* x) {
-#if defined(__AVX512VNNI__) || defined(__AVX2__) && !defined(__AVX512F__) || defined(__ARM_FEATURE_DOTPROD)
+INLINE ints dot4(ints acc, words w, const activation_t* x) {
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) && !defined(__AVX512F__) || defined(__ARM_FEATURE_DOTPROD)
     int32_t four;
     memcpy(&four, x, 4);
 #endif
@@ -311,10 +337,12 @@ INLINE ints dot4(ints acc, words w, const int8_t* x) {
     return (ints)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)w, _mm256_set1_epi32(four));
 #elif defined(__AVX2__) && !defined(__AVX512F__)  // bytes 0 and 2, then 1 and 3, in 16 bits each
     const words even = w & 0x00ff00ff, odd = (w >> 8) & 0x00ff00ff;
-    const __m256i all = _mm256_set1_epi32(four), x_odd = _mm256_srai_epi16(all, 8);
-    const __m256i x_even = _mm256_srai_epi16(_mm256_slli_epi16(all, 8), 8);
-    return acc + (ints)_mm256_madd_epi16((__m256i)even, x_even)
-               + (ints)_mm256_madd_epi16((__m256i)odd, x_odd);
+    int32_t two, others;
+    memcpy(&two, x, 4);
+    memcpy(&others, x + 2, 4);
+    const __m256i x_even = _mm256_set1_epi32(two), x_odd = _mm256_set1_epi32(others);
+    return acc + ((ints)_mm256_madd_epi16((__m256i)even, x_even)
+                  + (ints)_mm256_madd_epi16((__m256i)odd, x_odd));
 #elif defined(__ARM_FEATURE_DOTPROD)
     return (ints)vdotq_s32((int32x4_t)acc, (int8x16_t)w, (int8x16_t)vdupq_n_s32(four));
 #else
@@ -322,7 +350,7 @@ INLINE ints dot4(ints acc, words w, const int8_t* x) {
     return acc;
 #endif
 }
-template <typename V, typename W> INLINE Two<V> dot4(Two<V> acc, Two<W> w, const int8_t* x) {
+template <typename V, typename W> INLINE Two<V> dot4(Two<V> acc, Two<W> w, const activation_t* x) {
     return {dot4(acc.lo, w.lo, x), dot4(acc.hi, w.hi, x)};
 }
 
@@ -341,47 +369,61 @@ static void int8_tile(const Linear& l, const Int8Rows& x, int64_t row, int64_t b
                       int finish) {
     const int64_t k = l.k;
     const uint8_t* w = (const uint8_t*)l.weight + block * LANES * k;
-    const int8_t* values = x.values + row * k;
-    i16x acc[R][BLOCKS][UNROLL] = {};
-    int64_t i = 0;
-    auto add = [&](int u) {
+    const activation_t* values = x.values + row * k;
+    i16x acc[R][BLOCKS][UNROLL];
+    for (int r = 0; r < R; r++)
+        for (int b = 0; b < BLOCKS; b++)
+            for (int u = 0; u < UNROLL; u++) acc[r][b][u] = i16x{};
+    for (int64_t i = 0; i < k; i += 4 * UNROLL)
+        for (int u = 0; u < UNROLL && i + 4 * u < k; u++)
+            for (int b = 0; b < BLOCKS; b++) {
+                const b64x weights = bytes(w + (b * k + i + 4 * u) * LANES) ^ (SIGNED ? 0x80808080u : 0u);
+                for (int r = 0; r < R; r++)
+                    acc[r][b][u] = dot4(acc[r][b][u], weights, values + r * k + i + 4 * u);
+            }
+    i16x sums[R][BLOCKS];  // a loop that is not unrolled may index these, and `acc` stays in registers
+    for (int r = 0; r < R; r++)
         for (int b = 0; b < BLOCKS; b++) {
-            const b64x weights = bytes(w + (b * k + i) * LANES) ^ (SIGNED ? 0x80808080u : 0u);
-            for (int r = 0; r < R; r++) acc[r][b][u] = dot4(acc[r][b][u], weights, values + r * k + i);
+            sums[r][b] = acc[r][b][0];
+            for (int u = 1; u < UNROLL; u++) sums[r][b] += acc[r][b][u];
         }
-        i += 4;
-    };
-    while (i + 4 * UNROLL <= k)
-        for (int u = 0; u < UNROLL; u++) add(u);
-    while (i < k) add(0);
     for (int b = 0; b < BLOCKS; b++)
         for (int r = 0; r < R; r++) {
-            for (int u = 1; u < UNROLL; u++) acc[r][b][0] += acc[r][b][u];
             int64_t column = (block + b) * LANES;
-            i16x dot = acc[r][b][0] - (SIGNED ? 0 : 128) * x.sum[row + r];
+            i16x dot = sums[r][b] - (SIGNED ? 0 : 128) * x.sum[row + r];
             f16x value = converted(dot) * (load((const float*)l.scale + column) * x.scale[row + r]);
             finish16(value, l.bias ? l.bias + column : nullptr, y + (row + r) * l.n + column,
                      l.n - column, finish);
         }
 }
 
+// f(row, end, block) for all rows of x and blocks of weight rows: as many rows at a time as stay in a
+// core's cache while it goes through blocks.
+template <typename F>
+static void share_products(const Linear& l, int64_t m, int64_t blocks, int64_t chunk, F f) {
+    const int64_t rows = std::max<int64_t>(16, 131072 / (l.k * sizeof(activation_t)) / 8 * 8);
+    share((m + rows - 1) / rows * blocks, chunk, [&](int64_t i) {
+        f(i / blocks * rows, std::min(m, i / blocks * rows + rows), i % blocks);
+    });
+}
+
 template <int BLOCKS>
-static void int8_rows(const Linear& l, const Int8Rows& x, int64_t m, int64_t block, float* y,
+static void int8_rows(const Linear& l, const Int8Rows& x, int64_t row, int64_t end, int64_t block, float* y,
                       int finish) {
-    int64_t row = 0;
     constexpr int U = WIDE ? 2 : 1;  // as many sums as there are registers for
-    for (; WIDE && row + 8 <= m; row += 8) int8_tile<8, BLOCKS, 1>(l, x, row, block, y, finish);
-    for (; row + 4 <= m; row += 4) int8_tile<4, BLOCKS, U>(l, x, row, block, y, finish);
-    if (row + 2 <= m) int8_tile<2, BLOCKS, U>(l, x, row, block, y, finish), row += 2;
-    if (row < m) int8_tile<1, BLOCKS, 2 * U>(l, x, row, block, y, finish);
+    for (; WIDE && row + 8 <= end; row += 8) int8_tile<8, BLOCKS, 1>(l, x, row, block, y, finish);
+    for (; row + 4 <= end; row += 4) int8_tile<4, BLOCKS, U>(l, x, row, block, y, finish);
+    if (row + 2 <= end) int8_tile<2, BLOCKS, U>(l, x, row, block, y, finish), row += 2;
+    if (row < end) int8_tile<1, BLOCKS, 2 * U>(l, x, row, block, y, finish);
 }
 
 static void int8_matmul(const Linear& l, const Int8Rows& x, int64_t m, float* y, int finish) {
     const int64_t blocks = (l.n + LANES - 1) / LANES, step = m < 8 || !WIDE ? 1 : 2;
-    share((blocks + step - 1) / step, rows_at_once(l, l.k, step * LANES), [&](int64_t i) {
+    const int64_t chunk = rows_at_once(l, l.k, step * LANES);
+    share_products(l, m, (blocks + step - 1) / step, chunk, [&](int64_t row, int64_t end, int64_t i) {
         const int64_t block = i * step;
-        if (step == 2 && block + 1 < blocks) int8_rows<2>(l, x, m, block, y, finish);
-        else int8_rows<1>(l, x, m, block, y, finish);
+        if (step == 2 && block + 1 < blocks) int8_rows<2>(l, x, row, end, block, y, finish);
+        else int8_rows<1>(l, x, row, end, block, y, finish);
     });
 }
 
@@ -400,7 +442,7 @@ static void int4_tile(const Linear& l, const Int8Rows& x, int64_t row, int64_t b
         for (int64_t i = g * l.group; i < (g + 1) * l.group; i += 8) {
             b64x both = bytes(w + i * LANES / 2);
             for (int r = 0; r < R; r++) {
-                const int8_t* values = x.values + (row + r) * k + i;
+                const activation_t* values = x.values + (row + r) * k + i;
                 dot[r] = dot4(dot4(dot[r], both & 0x0f0f0f0f, values), (both >> 4) & 0x0f0f0f0f, values + 4);
             }
         }
@@ -415,12 +457,11 @@ static void int4_tile(const Linear& l, const Int8Rows& x, int64_t row, int64_t b
 }
 
 static void int4_matmul(const Linear& l, const Int8Rows& x, int64_t m, float* y, int finish) {
-    const int64_t blocks = (l.n + LANES - 1) / LANES;
-    share(blocks, rows_at_once(l, l.k / 2, LANES), [&](int64_t block) {
-        int64_t row = 0;
-        for (; row + 4 <= m; row += 4) int4_tile<4>(l, x, row, block, y, finish);
-        if (row + 2 <= m) int4_tile<2>(l, x, row, block, y, finish), row += 2;
-        if (row < m) int4_tile<1>(l, x, row, block, y, finish);
+    const int64_t blocks = (l.n + LANES - 1) / LANES, chunk = rows_at_once(l, l.k / 2, LANES);
+    share_products(l, m, blocks, chunk, [&](int64_t row, int64_t end, int64_t block) {
+        for (; row + 4 <= end; row += 4) int4_tile<4>(l, x, row, block, y, finish);
+        if (row + 2 <= end) int4_tile<2>(l, x, row, block, y, finish), row += 2;
+        if (row < end) int4_tile<1>(l, x, row, block, y, finish);
     });
 }
 
@@ -568,4 +609,41 @@ static void matmul(const Linear& l, const float* x, int64_t m, float* y, int fin
     } else {
         float_matmul<float>(l, x, m, y, finish, (float*)rows.values);
     }
+}
+
+// -- small matmuls --------------------------------------------------------------------------------
+
+// C (R x 16 N) = A B, or += A B. Element (i, k) of A is at a[i * rows + k * columns]; rows of B and
+// of C are contiguous.
+template <int R, int N>
+INLINE void tile(int64_t depth, const float* a, int64_t rows, int64_t columns, const float* b,
+                 int64_t b_row, float* c, int64_t c_row, bool add) {
+    f16x acc[R][N];
+    for (int r = 0; r < R; r++)
+        for (int n = 0; n < N; n++) acc[r][n] = f16x{};
+    for (int64_t k = 0; k < depth; k++) {
+        f16x row[N];
+        for (int n = 0; n < N; n++) row[n] = load(b + k * b_row + n * LANES);
+        for (int r = 0; r < R; r++) {
+            const float factor = a[r * rows + k * columns];
+            for (int n = 0; n < N; n++) acc[r][n] += row[n] * factor;
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int n = 0; n < N; n++) {
+            float* to = c + r * c_row + n * LANES;
+            store(to, add ? load(to) + acc[r][n] : acc[r][n]);  // sums of sums are more exact
+        }
+}
+
+template <int N>
+static void column(int64_t m, int64_t depth, const float* a, int64_t rows, int64_t columns,
+                   const float* b, int64_t b_row, float* c, int64_t c_row, bool add) {
+    constexpr int R = WIDE ? 12 / N : 6;  // as many sums as there are registers for
+    int64_t i = 0;
+    for (; i + R <= m; i += R)
+        tile<R, N>(depth, a + i * rows, rows, columns, b, b_row, c + i * c_row, c_row, add);
+    for (; i + 2 <= m; i += 2)
+        tile<2, N>(depth, a + i * rows, rows, columns, b, b_row, c + i * c_row, c_row, add);
+    if (i < m) tile<1, N>(depth, a + i * rows, rows, columns, b, b_row, c + i * c_row, c_row, add);
 }

@@ -80,7 +80,7 @@ def evaluate(s) -> dict:
         text = Path(s.text).read_text(encoding='utf-8-sig')  # line ends become \n, as in data sets
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f'text={s.text!r} cannot be read as UTF-8 text: {e}') from e
-    model, tokenizer = load(s)
+    model, tokenizer, _ = load(s)
     block_size = model.config.block_size
     context = s.context or block_size
     if model.config.pos_embedding == 'learned' and context > block_size:

@@ -14,7 +14,7 @@ from data.datasets import DATA_ROOT, available_datasets, by_hand, ensure_dataset
 from data.tokenfiles import meta_problem, read_meta, used_keys
 from data.tokenizer import load_tokenizer
 from engine import native
-from engine.weights.linear import speed_up_few_rows
+from engine.weights.linear import speed_up_on_cpu
 from engine.weights.quantize import compile_for_decode, quantize_weights
 from interop.huggingface import noted_source
 from interop.tokenizer_files import tokenizer_in
@@ -27,10 +27,12 @@ from training.load_model import model_of
 
 
 def load(s):
-    """Return the model given by the settings of sample.py, chat.py or serve.py, ready to run, and
-    its tokenizer. The global random generator is seeded just before the model is built and used for
-    nothing else: sample 0 continues from that state, as in nanoGPT. UserError: if the device, model
-    or data set does not exist, or they do not match."""
+    """Return the model given by the settings of sample.py, chat.py or serve.py, ready to run, its
+    tokenizer, and the name of the data set that it was trained on ('' = unknown).
+
+    The global random generator is seeded just before the model is built and used for nothing else:
+    sample 0 continues from that state, as in nanoGPT. UserError: if the device, model or data set
+    does not exist, or they do not match."""
     device = pick_device(s.device)
     model, dataset, known, meta = read_model(s)
     tokenizer = None if 'dataset' in s.given else tokenizer_in(
@@ -39,10 +41,10 @@ def load(s):
     native.use(s.native)
     model = model.to(device, pick_dtype(s.dtype, device))
     quantize_weights(model, s.weight_dtype, s.int4_group)
-    speed_up_few_rows(model)
+    speed_up_on_cpu(model)
     if s.compile:
         compile_for_decode(model)
-    return model, tokenizer
+    return model, tokenizer, '' if s.init_from == 'random' else dataset
 
 
 def read_model(s):

@@ -49,7 +49,7 @@ class Service:
     max_positions: limit on a prompt and its completion without its last token. max_new_tokens: the
     default. max_choices: limit for all requests together. user, reply_as: names of the user and the
     assistant in the template. strict: reject messages that `Dialogue.say` would fold. created: the
-    model's time in seconds since 1970.
+    model's time in seconds since 1970. dataset: name of what it was trained on; '' = unknown.
     """
     model: str
     tokenizer: object
@@ -61,6 +61,7 @@ class Service:
     reply_as: str
     strict: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+    dataset: str = ''
 
 
 @dataclass(frozen=True)

@@ -25,16 +25,16 @@ CORE_TOKENS = 15_500
 BUDGETS = {
     'train.py sample.py chat.py serve.py ablate.py bench.py': 1_029,
     'lab/': 6_442,
-    'serving/': 1_454,
-    'interop/': 1_807,
+    'serving/': 1_471,
+    'interop/': 1_809,
     'training/': 4_289,
-    'extension/': 90,
-    'engine/': 5_009,
+    'extension/': 91,
+    'engine/': 5_111,
     'attention/kernels/': 815,
     'kv/': 1_282,  # without the core
     'data/': 2_637,
     'config/ configurator.py': 2_000,
-    'tests/': 27_053,
+    'tests/': 27_196,
 }
 house = pytest.mark.house
 

@@ -30,15 +30,15 @@ def _library():
 
 def _checked(found: ctypes.CDLL) -> ctypes.CDLL:
     found.nanokv_sizes.restype = ctypes.c_int64
-    for k, struct in enumerate((Linear, Slot, Layer, Model, Step)):
+    for k, struct in enumerate((Linear, Slot, Layer, Model, Step, Chunk)):
         if found.nanokv_sizes(ctypes.c_int64(k)) != ctypes.sizeof(struct):
             raise Unavailable(f'{struct.__name__} has a different size in the extension')
-    for name in ('nanokv_decode', 'nanokv_linear'):
+    for name in ('nanokv_decode', 'nanokv_linear', 'nanokv_attend', 'nanokv_gelu'):
         getattr(found, name).restype = None
     return found
 
 
-# -- the structs of kernels.h and decode.cpp -------------------------------------------------------
+# -- the structs of kernels.h, decode.cpp and chunks.h ---------------------------------------------
 
 FLOAT32, BFLOAT16, INT8, INT4 = range(4)
 DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}  # of weights in floats
@@ -77,3 +77,9 @@ class Step(ctypes.Structure):
     _fields_ = [*_fields('tokens positions rows later wanted table',
                          'm n_wanted table_width threads'),
                 ('logits', ctypes.c_void_p)]
+
+
+class Chunk(ctypes.Structure):
+    _fields_ = [('slot', Slot), *_fields('q y before n table sink',
+                                         'q_b q_h q_t y_b y_h y_t B H t table_width window threads',
+                                         'half')]

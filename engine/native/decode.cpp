@@ -4,6 +4,7 @@
 //
 // Notation: m tokens, H query heads of D, Hkv K/V heads of D (a latent is one of its own width), a part:
 // a range of the keys of a token.
+#include "gelu.h"
 #include "kernels.h"
 
 #include <new>
@@ -387,8 +388,6 @@ static void add_values(const float* weights, const T* v, int64_t n, int64_t D, i
         for (int j = 0; j < J; j++) store(out + h * width + d + j * LANES, acc[h][j]);
 }
 
-INLINE int64_t padded(int64_t D) { return (D + LANES - 1) / LANES * LANES; }
-
 // N query heads over one tile of up to SIZE keys: the running softmax of FlashAttention. q (D, N);
 // top, total (N,); out (N, padded(D))
 template <int N, int64_t SIZE, typename T>
@@ -510,7 +509,7 @@ static void add_int8_row(const Linear& l, int64_t row, float* x) {
 
 struct Workspace {
     Buffer<float> x, h, y, qkv, mlp, results, scale, to_latents, of_latents;
-    Buffer<int8_t> values;
+    Buffer<activation_t> values;
     Buffer<int32_t> sum;
     std::vector<Overwritten> overwritten;  // of each slot
 };
@@ -674,10 +673,12 @@ extern "C" void nanokv_decode(const Model* model_, const Step* step_) {
     });
 }
 
+#include "chunks.h"
+
 // y (m, n) = x (m, k) @ weight.T + bias
 extern "C" void nanokv_linear(const Linear* linear, const float* x, int64_t m, float* y, int64_t threads) {
     bool quantized = linear->dtype == INT8 || linear->dtype == INT4;
-    Buffer<int8_t> values(quantized ? m * linear->k : 4 * (m + LANES) * linear->k);
+    Buffer<activation_t> values(quantized ? m * linear->k : 4 * (m + LANES) * linear->k);
     Buffer<float> scale(m);
     Buffer<int32_t> sums(quantized ? m * linear->k / linear->group : 0);
     Int8Rows rows{values.data(), scale.data(), sums.data()};
@@ -685,6 +686,7 @@ extern "C" void nanokv_linear(const Linear* linear, const float* x, int64_t m, f
 }
 
 extern "C" int64_t nanokv_sizes(int64_t which) {  // of the structs, to compare with those in Python
-    const int64_t sizes[] = {sizeof(Linear), sizeof(Slot), sizeof(Layer), sizeof(Model), sizeof(Step)};
+    const int64_t sizes[] = {sizeof(Linear), sizeof(Slot), sizeof(Layer), sizeof(Model), sizeof(Step),
+                             sizeof(Chunk)};
     return sizes[which];
 }

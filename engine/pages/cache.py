@@ -10,6 +10,7 @@ A row takes a page when it grows into it, and frees it on reset: PagedAttention 
 import torch
 
 from attention.cached import TILE, cached_attention, kernel_takes
+from engine.pages import chunks
 from engine.pages.table import PageTable
 from kv.cache import KVCache, Step, on_device, select_rows, slice_tokens
 from kv.plan import GLOBAL, KVPlan, Layer, Slot
@@ -56,7 +57,11 @@ class PagedKVCache(KVCache):
 
     `nbytes` counts the pool, rings and states, allocated once; `held_nbytes` the part in use by
     rows. A step may raise OutOfPages (a UserError) before anything is written.
+
+    chunks_in_cpp: whether several tokens of a row attend by `engine.pages.chunks`; where nobody has
+    compared it with the model's own attention, they do not.
     """
+    chunks_in_cpp = False
 
     def __init__(self, plan: KVPlan, batch_size: int, max_seq_len: int, n_pages: int,
                  page_size: int = PAGE_SIZE, **kinds):
@@ -136,6 +141,8 @@ class PagedKVCache(KVCache):
 
     def _attend(self, layer: Layer, q, appended, sink):
         step, store = self._step, self.stores[layer.slot]
+        if self.chunks_in_cpp and q.size(2) > 1 and chunks.takes(q, store.tensors[0]):
+            return self._attend_chunks(layer, q, appended, sink)
         if not isinstance(store, PagedStore):
             return super()._attend(layer, q, appended, sink)
 
@@ -153,6 +160,22 @@ class PagedKVCache(KVCache):
         return torch.cat([
             table_attention(q[rows], store.tensors, table[rows, :n], kv_lens[rows], sink)
             for rows, n in self._slices(step, TILE // store.tensors[0][0].numel())])
+
+    def _attend_chunks(self, layer, q, appended, sink):
+        step, store = self._step, self.stores[layer.slot]
+        if isinstance(store, PagedStore):
+            self._block_table = self._block_table or self._table_of(step)
+            return chunks.attend(q, store.tensors, step.starts, step.lens, sink=sink,
+                                 table=self._block_table[0])
+        y = torch.zeros_like(q)
+        for (batch, n, *_), kv in zip(step.chunks, appended):
+            rows = q[batch, :, :n]
+            found = chunks.attend(rows, kv, [kv[0].size(2) - n] * len(rows), [n] * len(rows),
+                                  layer.window, sink)
+            if step.uniform:
+                return found
+            y[batch, :, :n] = found
+        return y
 
     def _slices(self, step, most: int):
         """Yield (slice of the batch rows, pages of its longest row). A copy of the pages of these

@@ -9,20 +9,19 @@ from torch import nn
 
 from engine import native
 from engine.steps.agreement import agrees, note_once, unknown_field
-from engine.weights.linear import MOST_ROWS, describe, few_rows
+from engine.weights.linear import describe
 from engine.pages.cache import PagedKVCache, PagedStore
-from engine.weights.quantized import Int8Embedding, Int8Linear, QuantizedLinear
+from engine.pages.chunks import STORED, describe as describe_stored
+from engine.weights.quantized import Int8Embedding, QuantizedLinear
 from kv.cache import KVCache
 from kv.slots import RingStore
 from model import GPT
 
-DTYPES = native.DTYPES | {torch.int8: native.INT8, torch.uint8: native.INT4}
 ACTIVATIONS = {'exact': native.GELU_EXACT, 'tanh': native.GELU_TANH, 'relu2': native.RELU2}
 MULTIPLE = 8  # widths must be multiples of it: half a vector
-# Tokens up to which a step is taken instead of torch (measured with 37M parameters on 2 AVX-512
-# cores). It is faster for a whole chunk of 256 in int8, and in floats where MKL does not use
-# AVX-512, as on AMD (see `few_rows`); the rest is for decoding rows. Elsewhere up to about 40.
-FEW, MANY = 48, 320
+# Tokens up to which a step is taken instead of torch with the extension's attention, GELU and
+# matmuls (measured with 37M parameters on 2 AVX-512 cores, and with 124M on AVX2).
+FEW = 48
 
 
 def native_decode(model: GPT, cache: KVCache) -> 'NativeDecode | None':
@@ -57,7 +56,7 @@ def unsupported(model: GPT, cache: KVCache) -> str:
                         ('mlp_hidden', c.resolved_mlp_hidden)):
         if width % MULTIPLE:
             return f'{name}={width} (widths must be multiples of {MULTIPLE})'
-    return '' if cache.torch_dtype in DTYPES else f'kv_dtype={cache.kv_dtype!r}'
+    return '' if cache.torch_dtype in STORED else f'kv_dtype={cache.kv_dtype!r}'
 
 
 class NativeDecode:
@@ -69,8 +68,7 @@ class NativeDecode:
 
     def __init__(self, model: GPT, cache: KVCache):
         self.cache, self.vocab_size = cache, model.config.vocab_size
-        in_int8 = isinstance(model.lm_head, Int8Linear)
-        self.most_tokens = MANY if in_int8 or few_rows(model.dtype) == MOST_ROWS else FEW
+        self.most_tokens = FEW
         self._kept = []  # tensors whose addresses are in the structs
         self._model = self._describe(model)
         self._logits = torch.empty(cache.batch_size, self.vocab_size)
@@ -162,7 +160,7 @@ class NativeDecode:
         return native.Model(
             ctypes.addressof(layers), ctypes.addressof(slots), wte, wpe, *self._norm(t.ln_f),
             self._linear(model.lm_head), len(plan.layers), len(plan.slots), model.config.n_embd,
-            plan.n_head, plan.head_dim, DTYPES[model.dtype], DTYPES[model.dtype],
+            plan.n_head, plan.head_dim, STORED[model.dtype], STORED[model.dtype],
             ACTIVATIONS[model.config.gelu],
             model.config.kv_quant_train == 'int8' and cache.kv_dtype != 'int8',
             model.config.act_clamp)
@@ -180,13 +178,10 @@ class NativeDecode:
                             self._pointer(attn.sink), *linears, layer.slot, layer.owns)
 
     def _slot(self, slot, store) -> native.Slot:
-        tensors, state = store.tensors, self.cache.last_keys.get(slot.index)
-        pointers = [*(x.data_ptr() for x in tensors), None, None][:4]
-        pointers.append(state and state.tensors[0].data_ptr())
-        transposed = tensors[0].stride(2) == 1 and store.capacity > 1
-        return native.Slot(*pointers, slot.n_kv_head, slot.head_dim, store.capacity,
-                           DTYPES[store.dtype], isinstance(store, RingStore),
-                           isinstance(store, PagedStore), transposed)
+        state = self.cache.last_keys.get(slot.index)
+        return describe_stored(store.tensors, isinstance(store, PagedStore),
+                               isinstance(store, RingStore),
+                               state and state.tensors[0].data_ptr())
 
     def _linear(self, linear) -> native.Linear:
         described, kept = describe(linear)

@@ -17,7 +17,7 @@ from data.tokenfiles import read_meta
 from engine import native
 from engine.steps.captured import suits_capture
 from engine.engine import Engine
-from engine.weights.linear import speed_up_few_rows
+from engine.weights.linear import speed_up_on_cpu
 from engine.requests.params import SamplingParams
 from engine.weights.quantize import (
     compile_for_decode, quantize_weights, weight_bytes, weights_dtype)
@@ -111,7 +111,7 @@ def prepared(model: GPT, s, parameters: torch.dtype | None = None) -> GPT:
     model = model.to(device, parameters or pick_dtype(s.dtype, device)).eval()
     native.use(s.native)
     quantize_weights(model, s.weight_dtype, s.int4_group)
-    speed_up_few_rows(model)
+    speed_up_on_cpu(model)
     model.attention_backend = s.attention_backend
     # raises an error if a backend cannot run here
     describe_attention(model, pick_dtype(s.dtype, device), dropout_p=0.0)

@@ -4,9 +4,9 @@ import torch
 
 from config.gpt_config import GPTConfig
 from engine import native
-from tests.engine import test_linear, test_weights
+from tests.engine import test_chunks, test_linear, test_weights
 from tests.engine.test_native import (
-    CHUNKS, KINDS, caches, largest_gap, largest_gap_of_chunks, prompts,
+    CHUNKS, KINDS, bound_of, caches, largest_gap, largest_gap_of_chunks, prompts,
     test_other_weights_stay_close as check_other_weights)
 from tests.helpers.emulated import AVAILABLE, Emulated
 from tests.helpers.models import random_model
@@ -35,7 +35,8 @@ def module_patch():
 def decode_on_arm(request, module_patch, tmp_path_factory):
     """For a processor without and with dot products of bytes."""
     yield from emulated(native, module_patch, tmp_path_factory.mktemp('arm'), native.SOURCE,
-                        ['nanokv_decode', 'nanokv_linear'], [f'-march={request.param}'])
+                        ['nanokv_' + name for name in ('decode', 'linear', 'attend', 'gelu')],
+                        [f'-march={request.param}'])
 
 
 @pytest.fixture(scope='module')
@@ -51,8 +52,7 @@ def training_on_arm(module_patch, tmp_path_factory):
 @pytest.mark.parametrize('kind', KINDS)
 def test_a_step(decode_on_arm, kind, kv_dtype, paged):
     model = random_model(GPTConfig(**KINDS[kind]), torch.float32)
-    exact = kv_dtype == 'float32' and 'rounded' not in kind
-    bound = 1e-4 if exact else 0.05 if 'rounded' in kind else 0.02
+    bound = bound_of(kind, kv_dtype)
     assert largest_gap(model, *caches(model, kv_dtype, 3, paged), prompts(13, 1, 4), 4) < bound
     gap = largest_gap_of_chunks(model, *caches(model, kv_dtype, 3, paged), CHUNKS[:5])
     assert gap < bound
@@ -69,6 +69,12 @@ def test_matmuls(decode_on_arm):
     for n_rows in (1, 5, 18):
         test_weights.test_int4_matmuls_equal_exact_sums_by_group(True, n_rows, 40, 96, 32)
         test_weights.test_matmuls_equal_exact_sums_of_integers(True, n_rows, 40, 60)
+
+
+@pytest.mark.parametrize('kv_dtype', ['float32', 'bfloat16', 'int8', 'int4'])
+def test_chunks_of_prompts(decode_on_arm, kv_dtype):
+    test_chunks.test_it_equals_dense_attention(3, 1, 24, kv_dtype)
+    test_chunks.test_gelu('tanh', torch.bfloat16, 2 ** -8)
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])

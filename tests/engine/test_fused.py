@@ -12,7 +12,7 @@ from attention.backends import INTERPRETING, triton_enabled
 from config.gpt_config import GPTConfig
 from engine import native
 from engine.steps.fused import FusedBlock, fuse
-from engine.weights.linear import speed_up_few_rows
+from engine.weights.linear import speed_up_on_cpu
 from engine.pages.cache import PagedKVCache
 from engine.weights.quantized import Int8Linear
 from engine.steps.static import StaticCache
@@ -106,7 +106,7 @@ def test_which_blocks_are_fused(changes, quantized, fused, monkeypatch, recorded
         if not quantized.startswith('packed'):
             monkeypatch.setattr(native, 'library', lambda: None)
         quantize_weights(model, quantized.split()[-1], 8)
-    speed_up_few_rows(model)  # as the engine does
+    speed_up_on_cpu(model)  # as the engine does
     usual = model.new_cache(2, 20)
     model(tokens(2, 9), cache=usual)
     expected = model(tokens(2, 1), cache=usual)[0]

@@ -4,6 +4,7 @@
 // are those of the decode step (extension/kernels.h).
 #include <vector>
 
+#include "gelu.h"
 #include "kernels.h"
 
 // (B, heads, T, D) with a last dimension that is contiguous; strides in elements.
@@ -30,45 +31,6 @@ struct Heads {
 };
 
 constexpr int WIDEST = 1024;  // head_dim
-
-static int64_t rounded_up(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
-
-// -- small matmuls --------------------------------------------------------------------------------
-
-// C (R x 16 N) = A B, or += A B. Element (i, k) of A is at a[i * rows + k * columns]; rows of B and
-// of C are contiguous.
-template <int R, int N>
-INLINE void tile(int64_t depth, const float* a, int64_t rows, int64_t columns, const float* b,
-                 int64_t b_row, float* c, int64_t c_row, bool add) {
-    f16x acc[R][N];
-    for (int r = 0; r < R; r++)
-        for (int n = 0; n < N; n++) acc[r][n] = f16x{};
-    for (int64_t k = 0; k < depth; k++) {
-        f16x row[N];
-        for (int n = 0; n < N; n++) row[n] = load(b + k * b_row + n * LANES);
-        for (int r = 0; r < R; r++) {
-            const float factor = a[r * rows + k * columns];
-            for (int n = 0; n < N; n++) acc[r][n] += row[n] * factor;
-        }
-    }
-    for (int r = 0; r < R; r++)
-        for (int n = 0; n < N; n++) {
-            float* to = c + r * c_row + n * LANES;
-            store(to, add ? load(to) + acc[r][n] : acc[r][n]);  // sums of sums are more exact
-        }
-}
-
-template <int N>
-static void column(int64_t m, int64_t depth, const float* a, int64_t rows, int64_t columns,
-                   const float* b, int64_t b_row, float* c, int64_t c_row, bool add) {
-    constexpr int R = WIDE ? 12 / N : 6;  // as many sums as there are registers for
-    int64_t i = 0;
-    for (; i + R <= m; i += R)
-        tile<R, N>(depth, a + i * rows, rows, columns, b, b_row, c + i * c_row, c_row, add);
-    for (; i + 2 <= m; i += 2)
-        tile<2, N>(depth, a + i * rows, rows, columns, b, b_row, c + i * c_row, c_row, add);
-    if (i < m) tile<1, N>(depth, a + i * rows, rows, columns, b, b_row, c + i * c_row, c_row, add);
-}
 
 // C (m x n) = A (m x depth) B (depth x n), or += it; n is a multiple of 16.
 static void multiply(int64_t m, int64_t n, int64_t depth, const float* a, int64_t rows,
@@ -109,9 +71,9 @@ struct Unit {
 
     Unit(const Attention& a, int64_t pair, bool backward)
         : a(a), batch(pair / a.Hkv), kv_head(pair % a.Hkv), group(a.H / a.Hkv),
-          width(rounded_up(a.D)), length(rounded_up(a.T) + LANES),
+          width(padded(a.D)), length(padded(a.T) + LANES),
           block(std::min<int64_t>(a.T, a.window < 48 ? 16 : 32)) {
-        const int64_t rows = group * block, most = rounded_up(span(block)) + LANES;
+        const int64_t rows = group * block, most = padded(span(block)) + LANES;
         q.resize(rows * width);
         y.resize(rows * width);
         p.resize(rows * most);
@@ -158,7 +120,7 @@ struct Block {
     Block(const Unit& u, int64_t index) : first(index * u.block) {
         n = std::min(u.block, u.a.T - first);
         start = std::max<int64_t>(0, first - u.a.window + 1);
-        keys = rounded_up(first + n - start);
+        keys = padded(first + n - start);
     }
     // Keys low to high - 1, counted from `start`, are those that query i of the block sees.
     int64_t low(const Unit& u, int64_t i) const {
@@ -264,8 +226,8 @@ static void score_gradients(Unit& u, const Block& block, float* dsink) {
 
 extern "C" void nanokv_attention_backward(const Attention* args) {
     const Attention& a = *args;
-    const int64_t parts = a.parts, pairs = a.B * a.Hkv, width = rounded_up(a.D);
-    const int64_t size = (rounded_up(a.T) + LANES) * width;
+    const int64_t parts = a.parts, pairs = a.B * a.Hkv, width = padded(a.D);
+    const int64_t size = (padded(a.T) + LANES) * width;
     const float scale = 1 / std::sqrt((float)a.D);
     std::vector<float> sinks(a.dsink ? pairs * parts * a.H : 0);
     for_each(a.threads, pairs * parts, 1, [&](int64_t unit) {
@@ -303,77 +265,6 @@ extern "C" void nanokv_attention_backward(const Attention* args) {
         }
     });
     for (size_t i = 0; i < sinks.size(); i++) a.dsink[i % a.H] += sinks[i];
-}
-
-// -- GELU -----------------------------------------------------------------------------------------
-
-// The normal distribution's mass below -|x|, given exp(-x^2 / 2): half of erfc(z), z = |x| / sqrt 2,
-// as t times a polynomial of t = 1 / (1 + 0.34 z), fitted to 4e-10.
-INLINE f16x lower_tail(f16x x, f16x bell) {
-    const f16x t = 1.0f / ((f16x)((i16x)x & 0x7fffffff) * (0.34f * 0.70710678f) + 1.0f);
-    f16x p = t * -0.12349382859f + 0.54381778301f;
-    p = p * t - 0.62551820388f;
-    p = p * t + 0.60562100448f;
-    p = p * t - 0.14303516881f;
-    p = p * t + 0.15253518875f;
-    return (p * t + 0.09007322470f) * t * bell;
-}
-
-INLINE f16x gelu_value(f16x x, bool tanh) {
-    if (tanh) return gelu_tanh(x);
-    const f16x tail = lower_tail(x, exp16(x * x * -0.5f));
-    return x * select(x < 0.0f, tail, 1.0f - tail);
-}
-
-INLINE f16x gelu_slope(f16x x, bool tanh) {
-    if (!tanh) {
-        const f16x bell = exp16(x * x * -0.5f), tail = lower_tail(x, bell);
-        return select(x < 0.0f, tail, 1.0f - tail) + x * bell * 0.39894228f;
-    }
-    const f16x squares = x * x, z = x * 1.59576912f * (squares * 0.044715f + 1.0f);
-    const f16x e = exp16(-z), share = 1.0f / (e + 1.0f), rest = e * share;  // 1 - share
-    return share + x * share * rest * (squares * 0.134145f + 1.0f) * 1.59576912f;
-}
-
-// Call f(i, n) for each 16 elements; n < 16 at the end.
-template <typename F>
-static void each16(int64_t threads, int64_t size, F f) {
-    for_each(threads, (size + LANES - 1) / LANES, 1024, [=](int64_t i) {
-        f(i * LANES, std::min<int64_t>(LANES, size - i * LANES));
-    });
-}
-
-template <typename T>
-INLINE f16x load_some(const T* p, int64_t n) {
-    if (n == LANES) return load(p);
-    T padded[LANES] = {};
-    memcpy(padded, p, n * sizeof(T));
-    return load(padded);
-}
-
-INLINE void store_some(float* p, f16x x, int64_t n) {
-    if (n == LANES) store(p, x);
-    else memcpy(p, &x, n * sizeof(float));
-}
-INLINE void store_some(uint16_t* p, f16x x, int64_t n) {
-    float y[LANES];
-    store(y, x);
-    for (int64_t i = 0; i < n; i++) p[i] = to_bfloat16(y[i]);
-}
-
-// y = GELU(x); with dy, y = dy times GELU's slope at x.
-template <typename T>
-static void gelu(int64_t threads, const T* x, const T* dy, T* y, int64_t size, bool tanh) {
-    each16(threads, size, [=](int64_t i, int64_t n) {
-        const f16x at = load_some(x + i, n);
-        store_some(y + i, dy ? load_some(dy + i, n) * gelu_slope(at, tanh) : gelu_value(at, tanh), n);
-    });
-}
-
-extern "C" void nanokv_gelu(int64_t threads, const void* x, const void* dy, void* y, int64_t size,
-                            int32_t tanh, int32_t half) {
-    if (half) gelu(threads, (const uint16_t*)x, (const uint16_t*)dy, (uint16_t*)y, size, tanh);
-    else gelu(threads, (const float*)x, (const float*)dy, (float*)y, size, tanh);
 }
 
 // -- QK-norm and RoPE -----------------------------------------------------------------------------

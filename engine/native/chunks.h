@@ -1,0 +1,172 @@
+// Attention of the new tokens of prompts over the K and V of their rows, which are converted to floats
+// one tile of keys at a time (FlashAttention, Dao et al. 2022). Included by decode.cpp.
+#pragma once
+
+// B rows of up to t tokens each, whose K and V are stored already.
+struct Chunk {
+    Slot slot;                    // keys are in order, also those of a ring
+    const void* q;                // (B, H, t, D), at these strides; BFLOAT16 if half
+    void* y;                      // the same
+    const int64_t *before, *n;    // (B,): keys before the chunk, and its tokens
+    const int32_t* table;         // (B, table_width): pages of the rows, or null
+    const float* sink;            // (H,), or null
+    int64_t q_b, q_h, q_t, y_b, y_h, y_t;
+    int64_t B, H, t, table_width, window, threads;
+    int32_t half;
+};
+
+constexpr int64_t KEYS = 128;        // of a tile
+constexpr int64_t MOST_ROWS = 192;   // of a block: its queries times the heads that share K and V
+constexpr int64_t P_ROW = KEYS + LANES;  // rows a power of two apart would share lines of the cache
+
+// The room of a thread. A panel is 16 columns of a matrix.
+struct ChunkRoom {
+    Buffer<float> q, y, p, top, total;
+    Buffer<float> k;  // (KEYS / 16, D, 16)
+    Buffer<float> v;  // (D / 16, KEYS, 16)
+
+    ChunkRoom(int64_t rows, int64_t D)
+        : q(rows * D), y(rows * padded(D)), p(rows * P_ROW), top(rows), total(rows), k(KEYS * D),
+          v(KEYS * padded(D)) {}
+};
+
+template <typename T>
+INLINE const T* unpacked(const Slot& slot, const void* base, int64_t at, int64_t D, int8_t* room) {
+    if (slot.dtype != INT4) return (const T*)base + at * D;
+    unpack(base, at, D, room, 1);
+    return (const T*)room;
+}
+
+// K and V of keys `first` to first + n - 1 of row b, as panels. Pages that a row does not have are beyond
+// its tokens: zeros.
+template <typename T>
+static void load_keys(const Chunk& c, int64_t b, int64_t g, int64_t first, int64_t n, ChunkRoom& room) {
+    const Slot& slot = c.slot;
+    const int64_t D = slot.head_dim, width = padded(D);
+    Buffer<int8_t> nibbles(slot.dtype == INT4 ? D : 0);
+    for (int64_t s = 0, run; s < n; s += run) {
+        const int64_t key = first + s, index = c.table ? key % slot.capacity : key;
+        const int64_t unit = c.table ? c.table[b * c.table_width + key / slot.capacity] : b;
+        run = std::min({n - s, LANES - s % LANES, slot.capacity - index});
+        float* k = &room.k[s / LANES * LANES * D + s % LANES];
+        const int64_t at = (unit * slot.n_kv_head + g) * slot.capacity + index;
+        float k_scale[LANES], v_scale[LANES];
+        for (int64_t i = 0; i < run; i++) {
+            k_scale[i] = unit < 0 ? 0 : slot.scaled() ? from_half(slot.k_scale[at + i]) : 1;
+            v_scale[i] = unit < 0 ? 0 : slot.scaled() ? from_half(slot.v_scale[at + i]) : 1;
+        }
+        if (unit < 0) {
+            for (int64_t d = 0; d < D; d++) std::fill(k + d * LANES, k + d * LANES + run, 0.0f);
+        } else if (slot.transposed) {
+            const T* from = (const T*)slot.k + (at - index) * D + index;
+            for (int64_t d = 0; d < D; d++, from += slot.capacity) {
+                if (run == LANES) store(k + d * LANES, load(from) * load(k_scale));
+                else for (int64_t i = 0; i < run; i++) k[d * LANES + i] = to_float(from[i]) * k_scale[i];
+            }
+        } else {
+            for (int64_t i = 0; i < run; i++) {
+                const T* from = unpacked<T>(slot, slot.k, at + i, D, nibbles.data());
+                for (int64_t d = 0; d < D; d++) k[d * LANES + i] = to_float(from[d]) * k_scale[i];
+            }
+        }
+        for (int64_t i = 0; i < run; i++) {
+            float* v = &room.v[(s + i) * LANES];
+            if (unit < 0) {
+                for (int64_t d = 0; d < width; d += LANES) store(v + d * KEYS, f16x{});
+                continue;
+            }
+            const T* from = unpacked<T>(slot, slot.v, at + i, D, nibbles.data());
+            int64_t d = 0;
+            for (; d + LANES <= D; d += LANES) store(v + d * KEYS, load(from + d) * v_scale[i]);
+            for (int64_t j = 0; d + j < D; j++) v[d * KEYS + j] = to_float(from[d + j]) * v_scale[i];
+        }
+    }
+}
+
+// Scores of keys low to high - 1 (of n) -> weights, relative to the largest so far. Returns the factor
+// by which what was relative to the one before shrinks.
+static float running_softmax(float* p, int64_t low, int64_t high, int64_t n, float& top, float& total) {
+    const int64_t end = padded(n);
+    if (low >= high) {
+        std::fill(p, p + end, 0.0f);
+        return 1;
+    }
+    std::fill(p, p + low, -INFINITY);
+    std::fill(p + high, p + end, -INFINITY);  // of weight 1e-38
+    f16x most = load(p);
+    for (int64_t s = LANES; s < end; s += LANES) {
+        f16x x = load(p + s);
+        most = select(x > most, x, most);
+    }
+    float lanes[LANES], now = top;
+    store(lanes, most);
+    for (float x : lanes) now = std::max(now, x);
+    f16x sums{};
+    for (int64_t s = 0; s < end; s += LANES) {
+        f16x e = exp16(load(p + s) - now);
+        store(p + s, e);
+        sums += e;
+    }
+    const float factor = std::exp(top - now);
+    total = total * factor + sum(sums);
+    top = now;
+    return factor;
+}
+
+// Queries `first` to first + n - 1 of row b for the heads of K/V head g.
+template <typename T>
+static void attend_block(const Chunk& c, int64_t b, int64_t g, int64_t first, int64_t n, ChunkRoom& room) {
+    const int64_t D = c.slot.head_dim, width = padded(D), group = c.H / c.slot.n_kv_head, rows = group * n;
+    const float scale = 1 / std::sqrt((float)D);
+    float *q = room.q.data(), *y = room.y.data(), *p = room.p.data();
+    for (int64_t r = 0; r < rows; r++) {
+        const int64_t at = b * c.q_b + (g * group + r / n) * c.q_h + (first + r % n) * c.q_t;
+        for (int64_t d = 0; d < D; d++)
+            q[r * D + d] = scale * (c.half ? from_bfloat16(((const uint16_t*)c.q)[at + d]) : ((const float*)c.q)[at + d]);
+    }
+    std::fill(y, y + rows * width, 0.0f);
+    std::fill(room.top.begin(), room.top.end(), -3e38f);
+    std::fill(room.total.begin(), room.total.end(), 0.0f);
+
+    const int64_t position = c.before[b] + first, end = position + n;
+    for (int64_t m, key = c.window ? std::max<int64_t>(0, position - c.window + 1) : 0; key < end; key += m) {
+        m = std::min(KEYS, end - key);
+        load_keys<T>(c, b, g, key, m, room);
+        for (int64_t s = 0; s < m; s += LANES)
+            column<1>(rows, D, q, D, 1, &room.k[s * D], LANES, p + s, P_ROW, false);
+        for (int64_t r = 0; r < rows; r++) {
+            const int64_t own = position + r % n, low = c.window ? std::max<int64_t>(0, own - c.window + 1 - key) : 0;
+            const float factor = running_softmax(p + r * P_ROW, low, std::min(m, own - key + 1), m, room.top[r], room.total[r]);
+            for (int64_t d = 0; factor != 1 && d < width; d += LANES) store(y + r * width + d, load(y + r * width + d) * factor);
+        }
+        for (int64_t d = 0; d < width; d += LANES)
+            column<1>(rows, m, p, P_ROW, 1, &room.v[d * KEYS], LANES, y + d, width, true);
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        const int64_t head = g * group + r / n, at = b * c.y_b + head * c.y_h + (first + r % n) * c.y_t;
+        const float total = room.total[r] + (c.sink ? std::exp(c.sink[head] - room.top[r]) : 0);
+        for (int64_t d = 0; d < D; d++) {
+            const float value = y[r * width + d] / total;
+            if (c.half) ((uint16_t*)c.y)[at + d] = to_bfloat16(value);
+            else ((float*)c.y)[at + d] = value;
+        }
+    }
+}
+
+extern "C" void nanokv_attend(const Chunk* chunk) {
+    const Chunk& c = *chunk;
+    const int64_t pairs = c.B * c.slot.n_kv_head, group = c.H / c.slot.n_kv_head;
+    int64_t size = std::min({std::max<int64_t>(MOST_ROWS / group, 16), (int64_t)64, c.t});
+    while (size > 8 && pairs * ((c.t + size - 1) / size) < 2 * c.threads) size /= 2;
+    const int64_t blocks = (c.t + size - 1) / size;
+    const Slot& slot = c.slot;
+    auto attend = slot.scaled() ? attend_block<int8_t> : slot.dtype == BFLOAT16 ? attend_block<uint16_t> : attend_block<float>;
+    in_parallel(c.threads, [&] {
+        ChunkRoom room(group * size, slot.head_dim);
+        share(blocks * pairs, 1, [&](int64_t item) {  // the last queries first: they see the most keys
+            const int64_t first = (blocks - 1 - item / pairs) * size, b = item % pairs / slot.n_kv_head;
+            const int64_t n = std::min(size, c.n[b] - first);
+            if (n > 0) attend(c, b, item % slot.n_kv_head, first, n, room);
+        });
+    });
+}

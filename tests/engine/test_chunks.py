@@ -1,0 +1,131 @@
+"""Attention of prompts' chunks in C++, against dense attention in float64."""
+import pytest
+import torch
+
+import attention.cached
+from attention.cached import dequantized
+from config.gpt_config import GPTConfig
+from engine import native
+from engine.engine import Engine
+from engine.pages import chunks
+from engine.pages.cache import PagedKVCache
+from engine.requests.params import SamplingParams
+from engine.weights.linear import FastGELU, speed_up_on_cpu
+from kv.slots import QUANTIZE
+from tests.engine.test_native import WIDE
+from tests.helpers.models import max_gap, random_model, tokens
+from tests.helpers.reference import dense_attention
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason='no compiler here')
+
+
+def stored_as(kv_dtype, k, v):
+    dtype = torch.uint8 if kv_dtype == 'int4' else getattr(torch, kv_dtype)
+    if dtype not in QUANTIZE:
+        return k.to(dtype), v.to(dtype)
+    (k, k_scale), (v, v_scale) = map(QUANTIZE[dtype], (k, v))
+    return k, v, k_scale, v_scale
+
+
+def in_pages(stored, size, transposed):
+    """A pool of pages, in the reverse order and between pages of NaN, and the table."""
+    n = -(-stored[0].size(2) // size)
+    B = len(stored[0])
+    table = torch.arange(B * n).view(B, n).flip(0, 1).int() * 2 + 1
+    pool = []
+    for x in stored:
+        x = torch.nn.functional.pad(x, (0, 0, 0, n * size - x.size(2)))
+        pages = x.new_full((2 * B * n, x.size(1), size, x.size(3)),
+                           torch.nan if x.is_floating_point() else 77)
+        pages[table.flatten().long()] = x.unflatten(2, (n, size)).transpose(1, 2).flatten(0, 1)
+        pool.append(pages)
+    if transposed:
+        pool[0] = pool[0].transpose(2, 3).contiguous().transpose(2, 3)
+    return pool, table
+
+
+@pytest.mark.parametrize('kv_dtype', ['float32', 'bfloat16', 'int8', 'int4'])
+@pytest.mark.parametrize('n_head, n_kv_head, D', [(4, 2, 24), (12, 1, 64), (3, 3, 10)])
+def test_it_equals_dense_attention(n_head, n_kv_head, D, kv_dtype):
+    """Contiguous, and in pages; behind windows; past several tiles of keys and queries."""
+    for S, t, window, sink in ((300, 170, 0, True), (300, 3, 0, False), (61, 61, 7, True),
+                               (320, 200, 140, False), (200, 130, 1, False), (5, 5, 900, False)):
+        q = torch.randn(2, t, n_head, D).transpose(1, 2)
+        stored = stored_as(kv_dtype, *torch.randn(2, 2, n_kv_head, S, D))
+        sink = torch.randn(n_head) if sink else None
+        expected = dense_attention(q, *dequantized(torch.float64, *stored), window, sink)
+        start = max(0, S - t - window + 1) if window else 0  # what a ring holds
+        ring = [x[:, :, start:] for x in stored]
+        rows = [S - t - start] * 2, [t] * 2
+        assert max_gap(chunks.attend(q, ring, *rows, window, sink), expected) < 1e-5
+        y = chunks.attend(q.bfloat16(), ring, *rows, window, sink)
+        assert y.dtype == torch.bfloat16 and max_gap(y, expected) < 0.05
+        for size, transposed in ((16, kv_dtype in ('float32', 'int8')), (7, False)):
+            pool, table = in_pages(stored, size, transposed)
+            y = chunks.attend(q, pool, [S - t] * 2, [t] * 2, window, sink, table)
+            assert max_gap(y, expected) < 1e-5, (S, size)
+
+
+@pytest.mark.parametrize('threads', [1, 5])
+def test_rows_of_different_lengths(monkeypatch, threads):
+    """Padding is 0, and the pages that it would need are missing."""
+    monkeypatch.setattr(torch, 'get_num_threads', lambda: threads)
+    before, lens, t = [0, 21, 7], [30, 1, 0], 30
+    q, (k, v) = torch.randn(3, 4, t, 16), torch.randn(2, 3, 2, 64, 16)
+    pool, table = in_pages((k, v), 8, True)
+    for row, (a, n) in enumerate(zip(before, lens)):
+        table[row, -(-(a + n) // 8):] = -1
+    y = chunks.attend(q, pool, before, lens, table=table)
+    for row, (a, n) in enumerate(zip(before, lens)):
+        kv = (x[row:row + 1, :, :a + n] for x in (k, v))
+        assert not y[row, :, n:].any()
+        if n:
+            expected = dense_attention(q[row:row + 1, :, :n], *kv)
+            assert max_gap(y[row:row + 1, :, :n], expected) < 1e-5
+
+
+@pytest.mark.parametrize('kv_dtype', ['float32', 'bfloat16', 'int8', 'int4'])
+def test_a_paged_cache_uses_it_for_chunks(kv_dtype, recorded):
+    """Not for single tokens, in float64 or where gradients may be wanted."""
+    called = recorded(chunks, 'attend', lambda q, *args, **kwargs: q.dtype)
+    idx = tokens(2, 40)
+    for dtype in (torch.float32, torch.float64):
+        model = random_model(GPTConfig(**WIDE), dtype)
+        paged = dict(cache_class=PagedKVCache, n_pages=20, page_size=8)
+        cache, plain = model.new_cache(2, 60, kv_dtype, **paged), model.new_cache(2, 60, kv_dtype)
+        cache.chunks_in_cpp = True
+        bound = 0.05 if kv_dtype.startswith('int') else 1e-4
+        with torch.no_grad():
+            for a, b in ((0, 9), (9, 10), (10, 31)):
+                found, expected = (model(idx[:, a:b], cache=x, all_logits=True)[0]
+                                   for x in (cache, plain))
+                assert max_gap(found, expected) < bound
+    assert called == [torch.float32] * 2 * len(model.plan.layers)
+    model.float()(idx, cache=cache.reset() or cache)
+    assert len(called) == 2 * len(model.plan.layers)
+
+
+@pytest.mark.parametrize('scale', [1.0, 1.1])
+def test_the_engine_uses_it_if_its_steps_agree_with_the_model(monkeypatch, scale, recorded):
+    called = recorded(chunks, 'attend', lambda *args, **kwargs: None)
+    plain = attention.cached._attend
+    monkeypatch.setattr(attention.cached, '_attend', lambda q, *args: plain(q * scale, *args))
+    engine = Engine(random_model(GPTConfig(**WIDE), torch.float32), 2, 60)
+    engine.generate([[1] * 9], SamplingParams(max_new_tokens=2))
+    assert engine.cache.chunks_in_cpp == bool(called) == (scale == 1)
+
+
+@pytest.mark.parametrize('approximate', ['none', 'tanh'])
+@pytest.mark.parametrize('dtype, bound', [(torch.float32, 2e-7), (torch.bfloat16, 2 ** -8)])
+def test_gelu(approximate, dtype, bound):
+    model = torch.nn.Sequential(torch.nn.GELU(approximate))
+    speed_up_on_cpu(model)
+    assert type(model[0]) is FastGELU
+    x = torch.linspace(-12, 12, 5001).to(dtype)
+    expected = torch.nn.functional.gelu(x.double(), approximate=approximate)
+    with torch.no_grad():
+        y = model(x)
+    assert y.dtype == dtype and ((y - expected).abs() <= bound * x.abs().clamp(min=1)).all()
+    assert not torch.equal(y, torch.nn.GELU(approximate)(x))      # so it was not torch's
+    for other in (x.clone().requires_grad_(), x.double()):
+        assert torch.equal(model(other), torch.nn.GELU(approximate)(other))
