@@ -1,5 +1,8 @@
 """The stream of cache events and the plan document (docs/serving.md). No HTTP or torch."""
+from config.gpt_config import GPTConfig
 from engine.pages.view import RowView
+from kv.capacity import parameters
+from kv.plan import KVPlan, plan_kv
 from serving.api import GenerationRequest, Service
 from serving.errors import ApiError
 from serving.replies import ChatReply, Reply
@@ -59,6 +62,17 @@ def newest_view(items: list[tuple]) -> list[tuple]:
     return [item for i, item in enumerate(items) if not (is_view[i] and any(is_view[i + 1:]))]
 
 
+def gemma_shaped(config: GPTConfig) -> KVPlan:
+    """The cache of Gemma 4 in the shape of this model: a K/V head for about three query heads, five
+    local layers to a global one, K = V in global layers, nothing shared."""
+    shape = {name: getattr(config, name) for name in
+             ('block_size', 'n_layer', 'n_head', 'n_embd', 'head_dim')}
+    heads = next(n for n in range(max(1, config.n_head // 3), 0, -1) if config.n_head % n == 0)
+    return plan_kv(GPTConfig(
+        **shape, n_kv_head=heads, layer_pattern='LLLLLG'[-config.n_layer:], kv_tied='global',
+        window_size=config.window_size or config.block_size // 4 or 1))
+
+
 def plan_document(engine, service: Service) -> dict:
     """The model's slots and the sizes of its cache, as in docs/serving.md."""
     cache, config = engine.cache, engine.model.config
@@ -69,7 +83,10 @@ def plan_document(engine, service: Service) -> dict:
               'position_nbytes': slot.position_nbytes(dtype),
               'state_nbytes': slot.state_nbytes(dtype)}
              for slot in plan.slots]
-    return {'model': service.model, 'max_positions': service.max_positions, 'max_seq_len': longest,
+    gemma = [[slot.window, slot.position_nbytes(dtype)] for slot in gemma_shaped(config).slots]
+    return {'model': service.model, 'dataset': service.dataset,
+            'parameters': parameters(config, plan), 'gemma_slots': gemma,
+            'max_positions': service.max_positions, 'max_seq_len': longest,
             'block_size': config.block_size, 'kv_dtype': dtype,
             'page_size': cache.table.page_size, 'pages': cache.table.n_pages,
             'rows': cache.batch_size,

@@ -25,7 +25,7 @@ CORE_TOKENS = 15_500
 BUDGETS = {
     'train.py sample.py chat.py serve.py ablate.py bench.py': 1_029,
     'lab/': 6_442,
-    'serving/': 1_471,
+    'serving/': 1_472,
     'interop/': 1_809,
     'training/': 4_289,
     'extension/': 91,
@@ -34,7 +34,7 @@ BUDGETS = {
     'kv/': 1_282,  # without the core
     'data/': 2_637,
     'config/ configurator.py': 2_000,
-    'tests/': 27_196,
+    'tests/': 27_313,
 }
 house = pytest.mark.house
 

@@ -37,9 +37,11 @@ def test_the_plan_document_is_the_plans_arithmetic(serve):
     server = serve()
     plan, dtype = MODEL.plan, 'float64'
     found = server.client.get(PLAN).json()
-    slots = found.pop('slots')
+    slots, gemma = found.pop('slots'), found.pop('gemma_slots')
+    # one K/V head, since 4 heads have no third; of the global layer only K
+    assert gemma == [[5, 2 * 6 * 8]] * 5 + [[0, 6 * 8]] + [[5, 2 * 6 * 8]]
     assert found == dict(
-        model='tiny', max_positions=LONGEST, max_seq_len=LONGEST, block_size=64, kv_dtype=dtype,
+        model='tiny', dataset='', parameters=sum(p.numel() for p in MODEL.parameters()), max_positions=LONGEST, max_seq_len=LONGEST, block_size=64, kv_dtype=dtype,
         page_size=4, pages=server.engine.cache.table.n_pages, rows=3,
         vanilla_position_nbytes=7 * 2 * 4 * 6 * 8,
         vanilla_position_nbytes_bf16=7 * 2 * 4 * 6 * 2)

@@ -1,9 +1,13 @@
 """The page in a browser: the course of a turn and of a conversation. Needs Chromium, as
 test_page.py."""
+import re
+
 import pytest
 from playwright.sync_api import expect
 
-from tests.serving.browser import answering, drawn, number, said, send, start, streamed
+from serving.watch import gemma_shaped
+from tests.serving.browser import (
+    MARKUP, answering, drawn, number, said, send, start, streamed)
 from tests.serving.conftest import LONGEST, MODEL
 
 pytestmark = pytest.mark.slow
@@ -65,7 +69,7 @@ def test_how_a_reply_ends(markup_server, visit, slow_steps):
         page.unroute('**/chat/completions')
     send(page, 'b')
     expect(page.locator('#error')).to_be_empty()
-    assert page.locator('.user').count() == 5
+    assert page.locator('.user').count() == 3  # the plain prompts are apart
 
 
 def test_the_server_ends(markup_server, visit, slow_steps):
@@ -95,20 +99,128 @@ def test_modes_and_a_reload_keep_the_conversation(markup_server, visit):
     page, asked = visit(markup_server()), []
     page.on('request', lambda request: asked.append(request.post_data_json)
             if request.method == 'POST' else None)
+    said = lambda: page.locator('.user span, .assistant').all_inner_texts()
     send(page, 'ab1')
+    chat = said()
+    page.locator('#text').fill('draft')
     page.get_by_label('Plain prompt').check()
+    assert said() == [] and page.locator('#text').input_value() == ''
     send(page, 'a1')
     assert asked[-1]['prompt'] == 'a1'
-    page.get_by_label('Chat').check()
-    page.locator('#text').fill('draft')
-    turns = page.locator('.user span, .assistant').all_inner_texts()
-    assert len(turns) == 4
+    plain = said()
     page.reload()
-    assert page.locator('.user span, .assistant').all_inner_texts() == turns
-    expect(page.locator('#text')).to_have_value('draft')
-    expect(page.locator('#tokens')).to_have_value('6')
-    send(page, 'b')
-    chat = [message['content'] for message in asked[-1]['messages']]
-    assert chat == ['ab1', turns[1], 'b']  # without the plain prompt
-    page.get_by_role('button', name='Edit').nth(1).click()
     expect(page.get_by_label('Plain prompt')).to_be_checked()
+    expect(page.locator('#tokens')).to_have_value('6')
+    assert said() == plain
+    page.get_by_label('Chat').check()
+    assert said() == chat
+    expect(page.locator('#text')).to_have_value('draft')
+    page.get_by_role('button', name='New chat').click()
+    assert said() == []
+    page.get_by_role('button', name='Undo').click()
+    assert said() == chat and page.locator('#text').input_value() == 'draft'
+    send(page, 'b')
+    expect(page.get_by_role('button', name='Undo')).to_be_hidden()
+    assert [message['content'] for message in asked[-1]['messages']] == [*chat, 'b']
+
+
+def bars(page):
+    """Name -> (bytes that are shown, width of the bar)."""
+    return {bar.locator('dt').inner_text(): (bar.locator('dd').inner_text(),
+                                             bar.locator('i').bounding_box()['width'])
+            for bar in page.locator('#bars > div').all()}
+
+
+def test_bars_are_the_servers_bytes_at_every_step(markup_server, visit):
+    page = visit(markup_server())
+    send(page, 'ab1', tokens=RING + 20)
+    plan = page.evaluate("fetch('nanokv/plan').then(response => response.json())")
+    gemma = gemma_shaped(MODEL.config)
+    for i in range(page.evaluate('nanokv.frames')):
+        page.locator('#slider').fill(str(i))
+        drawn(page)
+        frame, shown = page.evaluate('nanokv.frame()'), bars(page)
+        expected = {'This conversation': frame['nbytes'],
+                    'Gemma-4-shaped': gemma.nbytes(1, frame['length'], 'float64'),
+                    'Vanilla GPT-2': MODEL.plan.vanilla().nbytes(1, frame['length'], 'float64')}
+        for name, n in expected.items():
+            assert shown[name][0] == (f'{n} B' if n < 1000 else f'{n / 1000:.1f} kB')
+            scale = shown['Vanilla GPT-2'][1] / expected['Vanilla GPT-2']
+            assert shown[name][1] == pytest.approx(n * scale, abs=1.5)
+        ratio = float(page.locator('#ratio b').inner_text().rstrip('×'))
+        assert ratio == pytest.approx(expected['Vanilla GPT-2'] / frame['nbytes'], rel=0.06)
+    assert plan['parameters'] == sum(p.numel() for p in MODEL.parameters())
+
+
+def test_a_first_visit_explains_itself_slowly(markup_server, visit):
+    """A beginning to click; then a sentence for each event, while the reply is drawn later than it
+    comes."""
+    page = visit(markup_server(), speed='slow')
+    expect(page.locator('.intro')).to_contain_text('small language model')
+    assert page.locator('.intro button').count() == 3
+    page.locator('#tokens').fill(str(RING + 9))
+    # the tiny model's alphabet lacks what the page suggests
+    page.evaluate("() => { document.querySelector('.intro button').onclick = () => {"
+                  " $('text').value = 'ab1'; send() } }")
+    page.locator('.intro button').first.click()
+    expect(page.locator('#note')).to_contain_text('tokens of your text were read at once')
+    expect(page.locator('.intro')).to_have_count(0)
+    expect(page.locator('#send')).to_be_enabled()
+    assert page.evaluate('nanokv.frame().length') < RING + 11      # not at the end yet
+    expect(page.locator('#note')).to_contain_text('overwrites the oldest', timeout=30_000)
+    assert page.evaluate('nanokv.frame().length') >= RING
+    expect(page.locator('#note')).to_contain_text('stores nothing itself', timeout=60_000)
+    page.locator('#speed').select_option('whole')
+    expect(page.locator('#moment')).to_have_text('end')
+
+
+def test_a_word_and_its_cells(markup_server, visit):
+    page = visit(markup_server())
+    page.get_by_label('Plain prompt').check()
+    send(page, 'ab1', tokens=RING + 6)
+    reply, lit = page.locator('.assistant'), page.locator('#turns .lit')
+    reply.focus()
+    page.keyboard.press('ArrowRight')        # position 3, long gone from the ring
+    expect(lit).to_have_attribute('data-at', '3')
+    lanes = drawn(page)
+    held = [lane['slot'] for lane in lanes if 3 in lane['cells']]
+    gone = [lane['slot'] for lane in lanes if 3 not in lane['cells']]
+    assert held and gone
+    expect(page.locator('#note')).to_have_text(re.compile(
+        f"position 3 · .* · still in slot {', '.join(map(str, held))} · "
+        f"gone from {', '.join(map(str, gone))}$"))
+    ring = page.locator('#lanes canvas').nth(next(
+        i for i, lane in enumerate(lanes) if lane['slot'] in gone))
+    ring.focus()
+    page.keyboard.press('ArrowRight')
+    drawn(page)
+    cells = next(lane['cells'] for lane in lanes if lane['slot'] in gone)
+    expect(lit).to_have_attribute('data-at', str(cells[0]))
+    crossed = [int(word.get_attribute('data-at')) for word in page.locator('#turns .gone').all()]
+    assert crossed == [p for p in range(3, 3 + RING + 6) if p not in cells]
+
+
+def test_a_saved_turn_replays_alone(markup_server, visit, chromium, tmp_path):
+    """To the same cells, from a file that asks for nothing and in which no text is markup."""
+    page = visit(markup_server())
+    send(page, MARKUP, tokens=RING + 20)
+    lanes, frames, shown = drawn(page), page.evaluate('nanokv.frames'), bars(page)
+    text = page.locator('.assistant').inner_text()
+    for button, kind in (('Save this turn', 'turn.html'), ('PNG', 'cache.png')):
+        with page.expect_download() as download:
+            page.get_by_role('button', name=button).click()
+        assert download.value.suggested_filename == f'nanokv-{kind}'
+        download.value.save_as(tmp_path / kind)
+    assert (tmp_path / 'cache.png').read_bytes().startswith(b'\x89PNG')
+    alone, wrong = chromium.new_context(viewport=dict(width=1280, height=800)).new_page(), []
+    alone.on('request', lambda request: wrong.append(request.url))
+    alone.on('console', lambda message: wrong.append(message.text))
+    alone.on('pageerror', lambda error: wrong.append(str(error)))
+    alone.goto(f'file://{tmp_path}/turn.html')
+    alone.locator('#speed').select_option('whole')
+    expect(alone.locator('#moment')).to_have_text('end')
+    assert drawn(alone) == lanes and alone.evaluate('nanokv.frames') == frames
+    assert bars(alone) == shown and alone.locator('.user span').inner_text() == MARKUP
+    assert alone.locator('.assistant').inner_text() == text
+    assert wrong == [f'file://{tmp_path}/turn.html'] and alone.locator('img').count() == 0
+    alone.context.close()
