@@ -128,7 +128,7 @@ def test_by_keyboard(markup_server, visit):
         texts.append(lane.get_attribute('aria-valuetext'))
         expect(page.locator('#note')).to_have_text(texts[-1])
     assert len(set(texts)) == 3 and all('index' in text for text in texts)
-    last = page.locator('#lanes section', has_text='global').locator('canvas')
+    last = page.locator('#lanes section', has_text='pages').locator('canvas')
     last.focus()
     for _ in range(4):
         page.keyboard.press('ArrowRight')

@@ -75,7 +75,7 @@ def test_how_a_reply_ends(markup_server, visit, slow_steps):
 def test_the_server_ends(markup_server, visit, slow_steps):
     server = markup_server()
     page = visit(server)
-    page.get_by_label('Tokens').fill('40')  # it must not end before its connection does
+    page.locator('#tokens').fill('40')  # it must not end before its connection does
     start(page, 'ab1')
     for connection in list(server.server.server_state.connections):
         connection.loop.call_soon_threadsafe(connection.transport.abort)
