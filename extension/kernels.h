@@ -319,7 +319,7 @@ static void quantize_rows(const float* x, int64_t m, int64_t k, int64_t group, I
     });
 }
 
-// acc + 4 products a lane: weights (16 rows of 4) times the 4 signed bytes of x. The weights are
+// acc + 4 products a lane: weights (16 rows of 4) times 4 activations of x. The weights are
 // unsigned, but for instructions that take signed bytes only.
 #if defined(__ARM_FEATURE_DOTPROD)
 constexpr bool SIGNED = true;

@@ -21,8 +21,10 @@ def describe(stored, paged: bool = False, ring: bool = False, last_key=None) -> 
     k, capacity = stored[0], stored[0].size(2)
     pointers = [*(x.data_ptr() for x in stored), None, None][:4]
     head_dim = k.size(3) * (2 if k.dtype == torch.uint8 else 1)
+    # int4 never is; of one byte a vector, its strides say the same
+    transposed = k.dtype != torch.uint8 and k.stride(2) == 1 and capacity > 1
     return native.Slot(*pointers, last_key, k.size(1), head_dim, capacity, STORED[k.dtype], ring,
-                       paged, k.stride(2) == 1 and capacity > 1)
+                       paged, transposed)
 
 
 def attend(q, stored, before: list[int], lens: list[int], window: int = 0, sink=None, table=None):

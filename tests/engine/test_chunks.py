@@ -45,7 +45,7 @@ def in_pages(stored, size, transposed):
 
 
 @pytest.mark.parametrize('kv_dtype', ['float32', 'bfloat16', 'int8', 'int4'])
-@pytest.mark.parametrize('n_head, n_kv_head, D', [(4, 2, 24), (12, 1, 64), (3, 3, 10)])
+@pytest.mark.parametrize('n_head, n_kv_head, D', [(4, 2, 24), (12, 1, 64), (3, 3, 10), (2, 1, 2)])
 def test_it_equals_dense_attention(n_head, n_kv_head, D, kv_dtype):
     """Contiguous, and in pages; behind windows; past several tiles of keys and queries."""
     for S, t, window, sink in ((300, 170, 0, True), (300, 3, 0, False), (61, 61, 7, True),
