@@ -62,5 +62,7 @@ class Prefetched:
         return self.batches.state, batch
 
     def _begin_thread(self):
-        if self.batches.device.type == 'cuda':  # a thread's current device is the first one
-            torch.cuda.set_device(self.batches.device)
+        # a thread's current device is the first one, which is also what 'cuda' without an index means
+        device = self.batches.device
+        if device.type == 'cuda' and device.index is not None:
+            torch.cuda.set_device(device)

@@ -51,25 +51,31 @@ DEFAULT = Tuning()
 def _int8_to_bfloat16(shift: int) -> str:
     """PTX: of two int16 the lower (shift 0) or upper (8) bytes to bfloat16, exactly: 128 + the
     lower 7 bits, less 128 or, if the sign is set, 256."""
-    return f"""{{
+    return _one_line(f"""{{
         .reg .b32 x, low, high, minus_one;
         shr.u32 x, $1, {shift};
         lop3.b32 low, x, 0x007f007f, 0x43004300, 0xea;
         lop3.b32 high, x, 0x00800080, 0x43004300, 0xea;
         mov.b32 minus_one, 0xbf80bf80;
         fma.rn.bf16x2 $0, high, minus_one, low;
-    }}"""
+    }}""")
 
 
 def _int8_to_float16(shift: int) -> str:
     """The same to float16: 1024 + 128 + the number, less 1152."""
-    return f"""{{
+    return _one_line(f"""{{
         .reg .b32 x, offset;
         shr.u32 x, $1, {shift};
         lop3.b32 x, x, 0x00ff00ff, 0x64806480, 0x6a;
         mov.b32 offset, 0x64806480;
         sub.f16x2 $0, x, offset;
-    }}"""
+    }}""")
+
+
+def _one_line(assembly: str) -> str:
+    """Inductor of torch before 2.13 breaks a kernel with a newline in a constant (pytorch issue
+    183420)."""
+    return ' '.join(assembly.split())
 
 
 _LOWER_BF16, _UPPER_BF16 = (tl.constexpr(_int8_to_bfloat16(shift)) for shift in (0, 8))
