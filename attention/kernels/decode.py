@@ -214,6 +214,7 @@ def _split(Q, K, V, K_SCALE, V_SCALE, KV_LENS, TABLE, OUT, LSE,
            DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     """One block of query rows over one split of a row's keys, `of_split` blocks. `scale` includes
     log2(e). If SCALES, K and V are int8, read as int16: see `_apart`."""
+    scale = tl.cast(scale, tl.float32)  # Inductor of torch 2.11 passes float64
     n_blocks = tl.cdiv(R, BLOCK_M)
     block, rest = tl.program_id(0) % n_blocks, tl.program_id(0) // n_blocks
     split, bh = rest % n_splits, (rest // n_splits).to(tl.int64)

@@ -51,7 +51,8 @@ def _write(QKV, Q_GAIN, K_GAIN, COS, SIN, ROWS, PLACES, Q, K, V, K_SCALE, V_SCAL
             gain = Q_GAIN
             if HAS_KV and head >= n_head:
                 gain = K_GAIN
-            r = tl.rsqrt((tl.sum(low * low, 0) + tl.sum(high * high, 0)) / (2 * HALF) + eps)
+            r = tl.rsqrt((tl.sum(low * low, 0) + tl.sum(high * high, 0)) / (2 * HALF)
+                         + tl.cast(eps, tl.float32))  # Inductor of torch 2.11 passes float64
             low_gain = tl.load(gain + d, mask=some, other=0).to(tl.float32)
             high_gain = tl.load(gain + HALF + d, mask=some, other=0).to(tl.float32)
             low = (low * r * low_gain).to(dtype).to(tl.float32)

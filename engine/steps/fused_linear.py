@@ -47,7 +47,8 @@ def _mean_and_rstd(X, m, of_m, K, eps, BLOCK_M: tl.constexpr, BLOCK_K: tl.conste
         x = tl.load(X + m[:, None] * K + (first + k)[None, :], mask=some, other=0)
         x = tl.where(some, x.to(tl.float32) - mean[:, None], 0.0)
         squares += tl.sum(x * x, 1)
-    return mean, tl.rsqrt(squares / K + eps)
+    # Inductor of torch 2.11 passes eps as float64
+    return mean, tl.rsqrt(squares / K + tl.cast(eps, tl.float32))
 
 
 @triton.jit

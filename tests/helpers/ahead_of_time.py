@@ -13,6 +13,8 @@ from triton.compiler import ASTSource
 TYPES = {torch.float32: '*fp32', torch.bfloat16: '*bf16', torch.float16: '*fp16',
          torch.int8: '*i8', torch.int32: '*i32', torch.int64: '*i64'}
 OPTIONS = ('num_warps', 'num_stages')
+# of Python's numbers: fp32 in a launch by Triton, fp64 in one that Inductor of torch 2.11 compiles
+FLOAT = os.environ.get('FLOAT', 'fp32')
 
 
 class CompilesOnly:
@@ -44,7 +46,7 @@ def specialised(kernel, given: dict) -> tuple[dict, dict, dict]:
         if torch.is_tensor(x):
             signature[name], number = TYPES[x.dtype], x.data_ptr()
         else:
-            signature[name], number = 'fp32' if isinstance(x, float) else 'i32', x
+            signature[name], number = FLOAT if isinstance(x, float) else 'i32', x
         if isinstance(number, int) and number % 16 == 0 and not fixed:
             attributes[(i,)] = [['tt.divisibility', 16]]
     return signature, constants, attributes
