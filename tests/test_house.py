@@ -30,11 +30,11 @@ BUDGETS = {
     'training/': 4_289,
     'extension/': 91,
     'engine/': 5_113,
-    'attention/kernels/': 815,
+    'attention/kernels/': 818,
     'kv/': 1_282,  # without the core
     'data/': 2_637,
     'config/ configurator.py': 2_000,
-    'tests/': 27_316,
+    'tests/': 27_327,
 }
 house = pytest.mark.house
 

@@ -27,17 +27,14 @@ from training.recompute import policy_of
 
 ACTIVATIONS, LOSS, BACKWARD = 'activations', 'logits and loss', 'gradients'
 aten = torch.ops.aten
-# torch's FLOP formulas, and some for operations that it does not cover
+# torch's FLOP formulas, and some for what it does not cover: in 2.11, K with fewer heads than Q
 FLOPS = dict(flop_registry)
 FLOPS[aten.addmm_] = flop_registry[aten.addmm]
 FLOPS[aten._int_mm] = flop_registry[aten.mm]
-# torch 2.11's formulas of attention raise an error if K has fewer heads than Q
-for name in ('flash_attention', 'flash_attention_for_cpu', 'efficient_attention',
-             'cudnn_attention'):
+for name in 'flash_attention', 'flash_attention_for_cpu', 'efficient_attention', 'cudnn_attention':
     name = f'_scaled_dot_product_{name}'
     FLOPS[getattr(aten, name)] = lambda q, k, *_, **__: 4 * q.numel() * k.size(2)
-    FLOPS[getattr(aten, f'{name}_backward')] = lambda _, q, k, *__, **___: (
-        10 * q.numel() * k.size(2))
+    FLOPS[getattr(aten, f'{name}_backward')] = lambda _, q, k, *a, **b: 10 * q.numel() * k.size(2)
 FLOPS[torch.ops.nanokv.attention] = lambda q, *_, out_val: 4 * q.numel() * q.size(2)
 FLOPS[torch.ops.nanokv.attention_backward] = lambda q, *_, out_val: 10 * q.numel() * q.size(2)
 

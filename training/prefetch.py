@@ -62,7 +62,5 @@ class Prefetched:
         return self.batches.state, batch
 
     def _begin_thread(self):
-        # a thread's current device is the first one, which is also what 'cuda' without an index means
-        device = self.batches.device
-        if device.type == 'cuda' and device.index is not None:
-            torch.cuda.set_device(device)
+        if self.batches.device.index:  # a thread's current device is the first one
+            torch.cuda.set_device(self.batches.device)

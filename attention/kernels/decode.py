@@ -50,32 +50,27 @@ DEFAULT = Tuning()
 
 def _int8_to_bfloat16(shift: int) -> str:
     """PTX: of two int16 the lower (shift 0) or upper (8) bytes to bfloat16, exactly: 128 + the
-    lower 7 bits, less 128 or, if the sign is set, 256."""
-    return _one_line(f"""{{
+    lower 7 bits, less 128 or, if the sign is set, 256. On one line: Inductor of torch 2.11 breaks
+    kernels that use a text with a newline (pytorch issue 183420)."""
+    return ' '.join(f"""{{
         .reg .b32 x, low, high, minus_one;
         shr.u32 x, $1, {shift};
         lop3.b32 low, x, 0x007f007f, 0x43004300, 0xea;
         lop3.b32 high, x, 0x00800080, 0x43004300, 0xea;
         mov.b32 minus_one, 0xbf80bf80;
         fma.rn.bf16x2 $0, high, minus_one, low;
-    }}""")
+    }}""".split())
 
 
 def _int8_to_float16(shift: int) -> str:
     """The same to float16: 1024 + 128 + the number, less 1152."""
-    return _one_line(f"""{{
+    return ' '.join(f"""{{
         .reg .b32 x, offset;
         shr.u32 x, $1, {shift};
         lop3.b32 x, x, 0x00ff00ff, 0x64806480, 0x6a;
         mov.b32 offset, 0x64806480;
         sub.f16x2 $0, x, offset;
-    }}""")
-
-
-def _one_line(assembly: str) -> str:
-    """Inductor of torch before 2.13 breaks a kernel with a newline in a constant (pytorch issue
-    183420)."""
-    return ' '.join(assembly.split())
+    }}""".split())
 
 
 _LOWER_BF16, _UPPER_BF16 = (tl.constexpr(_int8_to_bfloat16(shift)) for shift in (0, 8))
@@ -136,6 +131,7 @@ def _places(start, hi, b, page, TABLE, BLOCK_N: tl.constexpr, PAGE: tl.constexpr
 def _scores(q, q_odd, k, k_scale, scale, SCALES: tl.constexpr, DTYPE: tl.constexpr,
             PRECISION: tl.constexpr):
     """(BLOCK_M, BLOCK_N) scores of q (BLOCK_M, WIDTH) and keys (BLOCK_N, WIDTH)."""
+    scale = tl.cast(scale, tl.float32)  # Inductor of torch 2.11 passes float64
     if SCALES:
         even, odd = _apart(k, DTYPE)
         s = tl.dot(q, tl.trans(even), input_precision=PRECISION)
@@ -214,7 +210,6 @@ def _split(Q, K, V, K_SCALE, V_SCALE, KV_LENS, TABLE, OUT, LSE,
            DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     """One block of query rows over one split of a row's keys, `of_split` blocks. `scale` includes
     log2(e). If SCALES, K and V are int8, read as int16: see `_apart`."""
-    scale = tl.cast(scale, tl.float32)  # Inductor of torch 2.11 passes float64
     n_blocks = tl.cdiv(R, BLOCK_M)
     block, rest = tl.program_id(0) % n_blocks, tl.program_id(0) // n_blocks
     split, bh = rest % n_splits, (rest // n_splits).to(tl.int64)

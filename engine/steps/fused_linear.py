@@ -25,7 +25,7 @@ from attention.kernels.decode import arithmetic
 from engine.weights.linear import FewRowsLinear
 from engine.weights.quantized import Int8Linear
 
-MOST_ROWS = 64
+MOST_ROWS, MOST_FLOAT_ROWS = 64, 16  # of int8; of floats: torch is faster with 32 (results/gpu)
 SPLIT = 4     # warps, one for each part of the columns
 STAGES = 3
 ACTIVATIONS = {'': 0, 'none': 1, 'tanh': 2, 'relu2': 3}  # `nn.GELU.approximate`; ReLU squared
@@ -47,8 +47,7 @@ def _mean_and_rstd(X, m, of_m, K, eps, BLOCK_M: tl.constexpr, BLOCK_K: tl.conste
         x = tl.load(X + m[:, None] * K + (first + k)[None, :], mask=some, other=0)
         x = tl.where(some, x.to(tl.float32) - mean[:, None], 0.0)
         squares += tl.sum(x * x, 1)
-    # Inductor of torch 2.11 passes eps as float64
-    return mean, tl.rsqrt(squares / K + tl.cast(eps, tl.float32))
+    return mean, tl.rsqrt(squares / K + tl.cast(eps, tl.float32))  # Inductor may pass float64
 
 
 @triton.jit
@@ -163,7 +162,7 @@ def takes(x: torch.Tensor, *linears) -> bool:
     """Whether the kernel computes these layers for x (M, K): few rows, and layers in x's dtype or
     in int8 (not packed for the extension), without hooks such as `act_clamp`."""
     def plain(linear):
-        in_floats = type(linear) in (torch.nn.Linear, FewRowsLinear)
+        in_floats = type(linear) in (torch.nn.Linear, FewRowsLinear) and len(x) <= MOST_FLOAT_ROWS
         in_int8 = type(linear) is Int8Linear and not linear.packed
         return ((in_floats and linear.weight.dtype == x.dtype or in_int8)
                 and linear.weight.is_contiguous() and not linear._forward_pre_hooks)

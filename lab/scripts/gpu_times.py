@@ -115,7 +115,7 @@ def plain_linear(x, linear, norm=None, activation='', residual=None) -> torch.Te
 
 @torch.inference_mode()
 def linears() -> dict:
-    """Where torch is faster, `fused_linear.MOST_ROWS` is too large."""
+    """Where torch is faster, `fused_linear.MOST_FLOAT_ROWS` is too large."""
     device, table = torch.device('cuda'), []
     for rows in (1, 8, 16, 32, 64):
         for name, case in linear_cases(rows, device, torch.bfloat16).items():

@@ -13,8 +13,7 @@ from triton.compiler import ASTSource
 TYPES = {torch.float32: '*fp32', torch.bfloat16: '*bf16', torch.float16: '*fp16',
          torch.int8: '*i8', torch.int32: '*i32', torch.int64: '*i64'}
 OPTIONS = ('num_warps', 'num_stages')
-# of Python's numbers: fp32 in a launch by Triton, fp64 in one that Inductor of torch 2.11 compiles
-FLOAT = os.environ.get('FLOAT', 'fp32')
+FLOAT = os.environ.get('FLOAT', 'fp32')  # fp64: as Inductor of torch 2.11 passes Python's floats
 
 
 class CompilesOnly:

@@ -47,8 +47,8 @@ def assert_learns(rows, first=2.8):
     (FULL_STACK | BIG | dict(attention_z_loss=0.1, max_iters=2), 1e-2)],
     ids=['vanilla', 'full stack', 'int8_forward', 'z-loss'])
 def test_the_losses_of_the_cpu(tmp_path, config, atol):
-    """Weights and batches are generated on the host: only rounding differs. A training amplifies it:
-    on a CPU, weights changed by 2e-7 of themselves change the full stack's fourth loss by 0.006."""
+    """Weights and batches are those of the host: only rounding differs, which training amplifies
+    (weights changed by 2e-7 change the full stack's fifth loss by 0.006 on a CPU)."""
     cpu = run_train(tmp_path / 'cpu', config)
     assert_near(run_train(tmp_path / 'gpu', config, **GPU), cpu, atol)
 

@@ -88,14 +88,12 @@ def test_an_error_is_told_again_until_it_goes_back(folder, monkeypatch):
 
 @pytest.mark.parametrize('name, expected', [('cuda:1', [(1, 'batches_0')]), ('cuda', [])])
 def test_the_thread_uses_the_device_of_its_process(folder, monkeypatch, name, expected):
+    """torch refuses to set a device without an index."""
     used, batches = [], batches_of(folder)
     batches.batches.device = torch.device(name)
-
-    def set_device(device):
-        assert device.index is not None, 'torch refuses a device without an index'
-        used.append((device.index, threading.current_thread().name))
     monkeypatch.setattr('training.batches.on_device', lambda tensors, device: tensors)
-    monkeypatch.setattr(torch.cuda, 'set_device', set_device)
+    monkeypatch.setattr(torch.cuda, 'set_device', lambda device: used.append(
+        (device.index, threading.current_thread().name)))
     batches.next()
     batches.close()
     assert used == expected

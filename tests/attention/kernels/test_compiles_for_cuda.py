@@ -58,10 +58,15 @@ print(json.dumps([compiled(**case) for case in json.loads(sys.argv[1])]))
 '''
 
 
-def compiled(cases, tmp_path):
+def compiled(cases, tmp_path, **environment):
     """Compile the kernels of each case, [{'kernel': ..., ...}, ...], in one process."""
     return run_alone(PROGRAM, json.dumps(cases), TRITON_CACHE_DIR=str(tmp_path),
-                     TRITON_DEFAULT_FP_FUSION='1')
+                     TRITON_DEFAULT_FP_FUSION='1', **environment)
+
+
+def test_inductor_may_pass_floats_in_double_precision(tmp_path):
+    cases = [dict(layout='contiguous', kv_dtype='int8'), dict(layout='write', kv_dtype='int8')]
+    assert len(compiled(cases, tmp_path, FLOAT='fp64')) == 2
 
 
 def assert_nothing_waits(kernel, case, copies):
