@@ -34,7 +34,7 @@ BUDGETS = {
     'kv/': 1_282,  # without the core
     'data/': 2_637,
     'config/ configurator.py': 2_000,
-    'tests/': 27_327,
+    'tests/': 27_333,
 }
 house = pytest.mark.house
 

@@ -143,7 +143,7 @@ def run(s, data_root: Path) -> dict:
     rate = s.batch_size * s.block_size / mean
     print(f'time per iteration: {mean * 1000:.4f}ms, MFU: {mfu * 100:.2f}%')
     matmul = matmul_rate(step.model, s.batch_size * s.block_size, dtype) / 1e12
-    print(f'counting only the keys each query sees: {tflops:.3f} model TFLOP/s, '
+    print(f'counting keys that queries see: {tflops:.3f} model TFLOP/s, '
           f"{tflops / matmul:.0%} of a matmul's {matmul:.3f}; {rate:,.0f} tokens/s")
     ms = clock.summary(1000 * x for x in seconds)
     return document | {

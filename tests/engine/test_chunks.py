@@ -94,7 +94,8 @@ def test_a_paged_cache_uses_it_for_chunks(kv_dtype, recorded):
         paged = dict(cache_class=PagedKVCache, n_pages=20, page_size=8)
         cache, plain = model.new_cache(2, 60, kv_dtype, **paged), model.new_cache(2, 60, kv_dtype)
         cache.chunks_in_cpp = True
-        bound = 0.05 if kv_dtype.startswith('int') else 1e-4
+        # a value near a rounding boundary may be stored either way
+        bound = {'float32': 1e-4, 'bfloat16': 5e-3}.get(kv_dtype, 0.05)
         with torch.no_grad():
             for a, b in ((0, 9), (9, 10), (10, 31)):
                 found, expected = (model(idx[:, a:b], cache=x, all_logits=True)[0]

@@ -83,7 +83,7 @@ def test_output_is_nanogpts_one_line_more_and_json(capsys):
     steps = [line.split()[0] for line in lines if '/' in line]
     assert steps == [f'{k}/10' for k in range(10)] + [f'{k}/20' for k in range(20)]
     assert re.fullmatch(r'time per iteration: \d+\.\d{4}ms, MFU: \d+\.\d{2}%', time_line)
-    assert re.fullmatch(r'counting only the keys each query sees: \d+\.\d{3} model TFLOP/s, '
+    assert re.fullmatch(r'counting keys that queries see: \d+\.\d{3} model TFLOP/s, '
                         r"\d+% of a matmul's \d+\.\d{3}; [\d,]+ tokens/s", flops_line)
     real = losses(lines)
     untrained = torch.tensor(float(len(ALPHABET))).log().item()

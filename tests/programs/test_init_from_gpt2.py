@@ -34,7 +34,8 @@ def test_finetuning_starts_at_their_loss_and_goes_down(tmp_path, hub_model, data
     evaluated = [row['val_loss'] for row in run.rows if 'val_loss' in row]
     assert evaluated[-1] < evaluated[0] - 0.1
     # its first loss equals transformers', on one batch of 4 windows
-    once = run_train(tmp_path / 'once', GIVEN, init_from=folder, max_iters=0, eval_iters=1).rows
+    once = run_train(tmp_path / 'once', GIVEN, init_from=folder, max_iters=0, eval_iters=1,
+                     dtype='float32').rows
     tokens = torch.from_numpy(open_tokens(data_root / 'tiny' / 'val.bin').astype('int64'))
     starts = torch.randint(400 - 16, (4,), generator=torch.Generator().manual_seed(1337)).tolist()
     rows = torch.stack([tokens[i:i + 17] for i in starts])

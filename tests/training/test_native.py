@@ -139,7 +139,9 @@ def test_gelu_is_what_float64_gives(tanh, dtype):
     for x in (torch.randn(5003) * 3, torch.linspace(-30, 30, 1000), torch.randn(3)):
         assert_as_close_as_torch(ours, plain, plain, (x,), dtype=dtype)
     special = torch.tensor([0.0, torch.inf, torch.nan, 100.0, -100.0], dtype=dtype)
-    torch.testing.assert_close(ours(special), plain(special), equal_nan=True)
+    # torch's own gives NaN for inf on AVX-512
+    expected = torch.tensor([0.0, torch.inf, torch.nan, 100.0, 0.0], dtype=dtype)
+    torch.testing.assert_close(ours(special), expected, equal_nan=True)
 
 
 @pytest.mark.parametrize('dtype', DTYPES)
@@ -225,18 +227,20 @@ def test_models_train_as_in_plain_torch(name):
 
 
 def test_in_bfloat16_models_train_as_exactly_as_in_plain_torch():
-    torch.manual_seed(1)
-    model = GPT(GPTConfig(**FULL_STACK))
-    model.loss_fn = loss.linear_cross_entropy
-    _, wanted = losses_and_gradients(model, 64)
-
     def errors():
         with torch.autocast('cpu', torch.bfloat16):
             _, grads = losses_and_gradients(model, 64)
         return sum(float((grads[name] - x).square().sum()) for name, x in wanted.items()) ** 0.5
-    plain = errors()
-    native.speed_up(model)
-    assert 0 < errors() < plain
+    plain, found = [], []
+    for seed in range(8):
+        torch.manual_seed(seed)
+        model = GPT(GPTConfig(**FULL_STACK))
+        model.loss_fn = loss.linear_cross_entropy
+        _, wanted = losses_and_gradients(model, 64)
+        plain.append(errors())
+        native.speed_up(model)
+        found.append(errors())
+    assert 0 < sum(found) < sum(plain)
 
 
 def test_every_operator_is_used():
