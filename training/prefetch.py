@@ -62,5 +62,5 @@ class Prefetched:
         return self.batches.state, batch
 
     def _begin_thread(self):
-        if self.batches.device.index:  # a thread's current device is the first one
-            torch.cuda.set_device(self.batches.device)
+        if (device := self.batches.device).type == 'cuda' and device.index:  # a thread begins with 0
+            torch.cuda.set_device(device)

@@ -95,7 +95,7 @@ def test_a_paged_cache_uses_it_for_chunks(kv_dtype, recorded):
         cache, plain = model.new_cache(2, 60, kv_dtype, **paged), model.new_cache(2, 60, kv_dtype)
         cache.chunks_in_cpp = True
         # a value near a rounding boundary may be stored either way
-        bound = {'float32': 1e-4, 'bfloat16': 5e-3}.get(kv_dtype, 0.05)
+        bound = {'float32': 1e-4, 'bfloat16': 2e-3}.get(kv_dtype, 0.05)
         with torch.no_grad():
             for a, b in ((0, 9), (9, 10), (10, 31)):
                 found, expected = (model(idx[:, a:b], cache=x, all_logits=True)[0]
