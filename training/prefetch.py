@@ -62,5 +62,6 @@ class Prefetched:
         return self.batches.state, batch
 
     def _begin_thread(self):
-        if (device := self.batches.device).type == 'cuda' and device.index:  # a thread begins with 0
+        device = self.batches.device  # a thread's current one is the first
+        if device.type == 'cuda' and device.index:
             torch.cuda.set_device(device)
