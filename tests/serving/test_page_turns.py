@@ -51,7 +51,7 @@ def test_another_model_since_the_last_message(markup_server, visit):
 def test_how_a_reply_ends(markup_server, visit, slow_steps):
     page, note = visit(markup_server()), lambda: page.locator('.note').last
     expect(page.locator('#memory')).to_contain_text('0 B in use by 0 of 3 rows')
-    start(page, 'ab1')
+    start(page, 'ab1', tokens=40)
     expect(page.locator('#memory')).to_contain_text('B in use by 1 of 3 rows')
     expect(page.locator('#send')).to_be_enabled()
     expect(note()).to_contain_text('it reached the limit of tokens')
@@ -75,8 +75,7 @@ def test_how_a_reply_ends(markup_server, visit, slow_steps):
 def test_the_server_ends(markup_server, visit, slow_steps):
     server = markup_server()
     page = visit(server)
-    page.locator('#tokens').fill('40')  # it must not end before its connection does
-    start(page, 'ab1')
+    start(page, 'ab1', tokens=40)  # it must not end before its connection does
     for connection in list(server.server.server_state.connections):
         connection.loop.call_soon_threadsafe(connection.transport.abort)
     expect(page.locator('#error')).to_have_text('The connection to the server failed.')
