@@ -56,6 +56,16 @@ def multiplies_bfloat16() -> bool:
     return any(getattr(torch.cpu, name, bool)() for name in names)
 
 
+def keep_freed_memory(device: torch.device) -> None:
+    """On a CPU, let the allocator of glibc keep what tensors free. By default it gives a step's
+    activations back to the system, which clears each page again when the next step uses it."""
+    mallopt = getattr(ctypes.CDLL(None), 'mallopt', None) if sys.platform == 'linux' else None
+    if device.type == 'cpu' and mallopt:
+        M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+        mallopt(M_TRIM_THRESHOLD, -1)  # never
+        mallopt(M_MMAP_MAX, 0)         # large tensors, too, come from what is kept
+
+
 def slow_matmuls(device: torch.device, dtype: torch.dtype) -> str:
     """A note if torch's float32 matmuls do not use AVX-512 although the processor has it: MKL does
     so on Intel's processors only, unless a preloaded library overrides its check. '' otherwise."""

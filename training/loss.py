@@ -11,6 +11,7 @@ from model import cross_entropy
 
 # bytes of float32 logits in memory at a time
 CHUNK_BYTES = {'cpu': 32 * 2 ** 20, 'cuda': 128 * 2 ** 20}
+WORDS = 4096  # of the vocabulary, whose gradients a CPU computes at a time in half precision
 MOST_COMPILED = 8  # chunks in a compiled model, whose graph contains all of them
 
 
@@ -20,8 +21,9 @@ def rows_at_a_time(vocab_size: int, device: str) -> int:
 
 
 def softmax_gradients(logits, targets, ignore_index: int, differentiated: bool):
-    """Return the sum of the losses of logits (rows, V), which are overwritten, and its gradient
-    (rows, V), or None if that is not wanted. targets: (rows,)."""
+    """Return the sum of the losses of logits (rows, V), which may be overwritten, and its gradient
+    (rows, V), or None if that is not wanted, both in at least float32. targets: (rows,)."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     counted = (targets != ignore_index)[:, None]
     targets = targets[:, None].where(counted, 0)
     most, hit = logits.amax(1, keepdim=True), logits.gather(1, targets)
@@ -70,18 +72,19 @@ class _Chunked(torch.autograd.Function):
         for first in range(0, x.size(0), rows):
             chunk = slice(first, first + rows)
             xc = x[chunk].to(dtype)
-            logits = F.linear(xc, w).to(full)                                      # (rows, V)
-            # in place: one (rows, V) tensor in memory
-            loss, d = gradients(logits, targets[chunk], ignore_index, differentiated)
+            # of logits (rows, V), which become their gradients in place
+            loss, d = gradients(F.linear(xc, w), targets[chunk], ignore_index, differentiated)
             total += loss
             if differentiated:
                 d = d.to(dtype)  # without the factor 1 / n, which would underflow in float16
                 grad_x[chunk] = (d @ w).to(full)
                 if dtype == full:
                     grad_w.addmm_(d.t(), xc)
-                else:
-                    grad_w += d.t() @ xc
-            del logits, d  # free them before the next chunk
+                else:  # on a CPU, products that fit into its cache
+                    part = WORDS if x.device.type == 'cpu' else len(w)
+                    for its_d, its_grad in zip(d.split(part, dim=1), grad_w.split(part)):
+                        its_grad += its_d.t() @ xc
+            del d  # free them before the next chunk
         if differentiated:
             ctx.save_for_backward(grad_x.div_(n).to(x.dtype), grad_w.div_(n).to(weight.dtype))
         return total / n
@@ -90,4 +93,4 @@ class _Chunked(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         grad_x, grad_w = ctx.saved_tensors
-        return grad_x * grad, grad_w * grad, None, None, None, None, None, None
+        return grad_x.mul_(grad), grad_w.mul_(grad), None, None, None, None, None, None

@@ -56,13 +56,13 @@ def make_optimizer(model, s, device_type: str) -> torch.optim.Optimizer:
     groups[0]['params'] = [p for p in groups[0]['params'] if id(p) not in blocks]
     print(f'using Muon for {len(matrices)} matrices of blocks, with '
           f'{sum(p.numel() for p in matrices):,} parameters, and AdamW for the others')
-    # without instructions for bfloat16 torch's Muon takes most of a small model's step
-    in_float32 = (s.dtype == 'auto' and device_type == 'cpu' and not multiplies_bfloat16()
-                  and not is_sharded(matrices[0]))
-    kind = Float32Muon if in_float32 else torch.optim.Muon
+    # torch's Muon takes much of a small model's step on a CPU, and most of it without instructions
+    # for bfloat16
+    batched = s.dtype == 'auto' and device_type == 'cpu' and not is_sharded(matrices[0])
+    kind = BatchedMuon if batched else torch.optim.Muon
     muon = kind(matrices, lr=s.learning_rate, weight_decay=s.weight_decay,
                 momentum=s.muon_momentum, adjust_lr_fn='match_rms_adamw')
-    return CombinedOptimizer(muon, torch.optim.AdamW(groups, **options))
+    return CombinedOptimizer(muon, torch.optim.AdamW(groups, **options, fused=batched or None))
 
 
 def _groups(model, weight_decay):
@@ -86,9 +86,10 @@ def _adamw8bit():
     return AdamW8bit
 
 
-class Float32Muon(torch.optim.Muon):
-    """Muon in float32, for CPUs; matrices of one shape are orthogonalized together. The state is
-    that of torch's, whose learning rates it keeps (`match_rms_adamw`)."""
+class BatchedMuon(torch.optim.Muon):
+    """Muon for CPUs: matrices of one shape are orthogonalized together, in bfloat16 as in torch's
+    Muon if the processor has instructions for it, otherwise in float32. The state is that of
+    torch's, whose learning rates it keeps (`match_rms_adamw`)."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -108,24 +109,31 @@ class Float32Muon(torch.optim.Muon):
             buffer = self.state[p].setdefault('momentum_buffer', torch.zeros_like(p.grad))
             buffer.lerp_(p.grad, 1 - momentum)
             updates.append(p.grad.lerp(buffer, momentum))
-        updates = orthogonalized(torch.stack(updates), group['ns_coefficients'],
-                                 group['ns_steps'], group['eps'])
+        how = group['ns_coefficients'], group['ns_steps'], group['eps']
+        updates = orthogonalized(torch.stack(updates), *how, bfloat16=multiplies_bfloat16())
         rate = group['lr'] * 0.2 * math.sqrt(max(params[0].shape))
         for p, update in zip(params, updates):
             p.mul_(1 - group['lr'] * group['weight_decay']).add_(update, alpha=-rate)
 
 
-def orthogonalized(x, coefficients, steps: int, eps: float) -> torch.Tensor:
-    """Newton-Schulz iterations (Jordan et al. 2024) on matrices x (n, r, c), in float32.
+def orthogonalized(x, coefficients, steps: int, eps: float, bfloat16=False) -> torch.Tensor:
+    """Newton-Schulz iterations (Jordan et al. 2024) on matrices x (n, r, c), float32.
 
-    An iteration multiplies x by p = a + b g + c g^2, where g = x x^T. So x is needed only at the
-    start and at the end: between them the iterations multiply g by p twice, and their product q by
-    p, which are matrices as small as the shorter side.
+    An iteration multiplies x by p = a + b g + c g^2, where g = x x^T. In float32, x is needed only
+    at the start and at the end: between them the iterations multiply g by p twice, and their
+    product q by p, which are matrices as small as the shorter side. In bfloat16 g would lose too
+    much, and each iteration computes it from x again.
     """
     if x.size(1) > x.size(2):
-        return orthogonalized(x.mT, coefficients, steps, eps).mT
+        return orthogonalized(x.mT, coefficients, steps, eps, bfloat16).mT
     a, b, c = coefficients
     x = x / x.flatten(1).norm(dim=1).clamp(min=eps)[:, None, None]
+    if bfloat16:
+        x = x.bfloat16()
+        for _ in range(steps):
+            g = x @ x.mT
+            x = torch.baddbmm(x, torch.baddbmm(g, g, g, beta=b, alpha=c), x, beta=a)
+        return x.float()
     g, eye = x @ x.mT, torch.eye(x.size(1))
     q = eye.expand_as(g)
     for step in range(steps):

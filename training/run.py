@@ -18,7 +18,7 @@ from training import fsdp, int8_training, native
 from training.adapt import adapt, adapted_config, differences, keep_trained, wishes
 from training.batches import open_batches, open_meta
 from training.checkpoint_manager import CheckpointManager, checkpoint_in, load_to_resume
-from training.device import autocast, describe_attention, memory_use
+from training.device import autocast, describe_attention, keep_freed_memory, memory_use
 from training.distributed import launch_id
 from training.flops import achieved, peak_tflops
 from training.int8_forward import train_for_int8
@@ -36,6 +36,7 @@ class Run:
 
     def __init__(self, s, ranks, data_root: Path):
         self.s, self.ranks, self.device = s, ranks, ranks.device
+        keep_freed_memory(self.device)
         self.out_dir = Path(s.out_dir)
         self.manager = CheckpointManager(self.out_dir, s.keep_checkpoints)
         self.path, self.origin = self.manager.path, checkpoint_in(s.out_dir, s.resume_from)

@@ -22,7 +22,7 @@ from lab.benchmarks.steps import TrainingSteps
 from model import GPT
 from training import native
 from training.batches import TokenBatches
-from training.device import describe_attention, pick_device
+from training.device import describe_attention, keep_freed_memory, pick_device
 from training.flops import achieved
 from training.loss import linear_cross_entropy
 from training.run import prepare
@@ -37,6 +37,7 @@ def training_steps(s, data_root: Path, theirs: bool = False) -> TrainingSteps:
     theirs: use nanoGPT's own model, from its checkout, with the same weights.
     """
     device = pick_device(s.device)
+    keep_freed_memory(device)
     dtype = native.training_dtype(s, device)
     torch.manual_seed(s.seed)
     torch.set_float32_matmul_precision('high')  # tf32 on CUDA, as in nanoGPT

@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from lab.benchmarks.setting import processor
 
-ROUNDS, ITERATIONS, BURN_IN = 3, 20, 5
+ROUNDS, ITERATIONS, BURN_IN = 3, 40, 10
 COMMON = ['config/train_mqa_local.py', f'--max_iters={ITERATIONS}', '--eval_interval=1000',
           '--eval_iters=1', '--log_interval=1']
 ADAMW = ['--optimizer=adamw', '--learning_rate=1e-3']

@@ -86,10 +86,10 @@ def speed_up(model) -> None:
         model.loss_fn = functools.partial(model.loss_fn, gradients=softmax_gradients)
 
 
-def _takes(*tensors, dtypes=(torch.float32, torch.bfloat16)) -> bool:
-    """Whether these are tensors of one of the dtypes on a CPU."""
+def _takes(*tensors) -> bool:
+    """Whether these are tensors on a CPU, all float32 or all bfloat16."""
     tensors = [x for x in tensors if x is not None]
-    return (len({x.dtype for x in tensors}) == 1 and tensors[0].dtype in dtypes
+    return (len({x.dtype for x in tensors}) == 1 and tensors[0].dtype in (torch.float32, torch.bfloat16)
             and all(x.device.type == 'cpu' for x in tensors))
 
 
@@ -228,16 +228,17 @@ def norm_backward(dy, x, gain, cos, sin, eps):
 
 
 @operator('cross_entropy(Tensor(a!) logits, Tensor targets, int ignored) -> Tensor',
-          lambda logits, targets, ignored: logits.new_empty(logits.size(0)))
+          lambda logits, targets, ignored: logits.new_empty(len(logits), dtype=torch.float32))
 def cross_entropy(logits, targets, ignored):
     """The loss of each row of logits (rows, V), which become the gradients of their sum."""
     rows, n = logits.shape
     low, high = map(int, targets.where(targets != ignored, 0).aminmax())
     if low < 0 or high >= n:
         raise IndexError(f'targets from {low} to {high}: there are logits of 0 to {n - 1}')
-    losses = logits.new_empty(rows)
-    library().nanokv_cross_entropy(_threads(), *_pointers(logits, targets.contiguous(), losses),
-                                   *map(ctypes.c_int64, (rows, n, ignored)))
+    losses = logits.new_empty(rows, dtype=torch.float32)
+    library().nanokv_cross_entropy(
+        _threads(), *_pointers(logits, targets.contiguous(), losses),
+        *map(ctypes.c_int64, (rows, n, ignored, logits.dtype == torch.bfloat16)))
     return losses
 
 
@@ -273,7 +274,7 @@ class _Attend(torch.autograd.Function):
 
 def softmax_gradients(logits, targets, ignore_index: int, differentiated: bool):
     """Like `training.loss.softmax_gradients`."""
-    if not _takes(logits, dtypes=(torch.float32,)) or not logits.is_contiguous():
+    if not _takes(logits) or not logits.is_contiguous():
         return loss.softmax_gradients(logits, targets, ignore_index, differentiated)
     return torch.ops.nanokv.cross_entropy(logits, targets, ignore_index).sum(), logits
 

@@ -350,39 +350,46 @@ extern "C" void nanokv_norm_backward(const Norm* args) {
 
 // -- cross-entropy --------------------------------------------------------------------------------
 
-// Replace logits (rows, n) by the gradients of the sum of the losses; losses: (rows,). Both are 0 in
-// a row whose target is `ignored`.
-extern "C" void nanokv_cross_entropy(int64_t threads, float* logits, const int64_t* targets, float* losses,
-                                     int64_t rows, int64_t n, int64_t ignored) {
-    for_each(threads, rows, 4, [=](int64_t row) {
-        float* x = logits + row * n;
-        const int64_t target = targets[row], whole = n / LANES * LANES;
-        if (target == ignored) {
-            std::fill(x, x + n, 0.0f);
-            losses[row] = 0;
-            return;
-        }
-        const float hit = x[target];
-        float most = -INFINITY, lanes[LANES], total = 0;
-        f16x most16 = f16x{} - INFINITY, total16 = {};
-        for (int64_t i = 0; i < whole; i += LANES) {
-            f16x y = load(x + i);
-            most16 = select(y > most16, y, most16);
-        }
-        store(lanes, most16);
-        for (float y : lanes) most = std::max(most, y);
-        for (int64_t i = whole; i < n; i++) most = std::max(most, x[i]);
+// Replace logits x (n,) by the gradients of the loss, which is returned.
+static float cross_entropy(float* x, int64_t n, int64_t target) {
+    const int64_t whole = n / LANES * LANES;
+    const float hit = x[target];
+    float most = -INFINITY, lanes[LANES], total = 0;
+    f16x most16 = f16x{} - INFINITY, total16 = {};
+    for (int64_t i = 0; i < whole; i += LANES) {
+        f16x y = load(x + i);
+        most16 = select(y > most16, y, most16);
+    }
+    store(lanes, most16);
+    for (float y : lanes) most = std::max(most, y);
+    for (int64_t i = whole; i < n; i++) most = std::max(most, x[i]);
 
-        for (int64_t i = 0; i < whole; i += LANES) {
-            f16x e = exp16(load(x + i) - most);
-            store(x + i, e);
-            total16 += e;
+    for (int64_t i = 0; i < whole; i += LANES) {
+        f16x e = exp16(load(x + i) - most);
+        store(x + i, e);
+        total16 += e;
+    }
+    for (int64_t i = whole; i < n; i++) total += x[i] = std::exp(x[i] - most);
+    total += sum(total16);
+    for (int64_t i = 0; i < n; i++) x[i] *= 1 / total;
+    x[target] -= 1;
+    return most + std::log(total) - hit;
+}
+
+// Replace logits (rows, n) by the gradients of the sum of the losses; losses: (rows,). Both are 0 in
+// a row whose target is `ignored`. half: logits are bfloat16 in place of float32.
+extern "C" void nanokv_cross_entropy(int64_t threads, void* logits, const int64_t* targets, float* losses,
+                                     int64_t rows, int64_t n, int64_t ignored, int64_t half) {
+    const Heads all{logits, 0, 0, n, half};
+    for_each(threads, rows, 4, [=](int64_t row) {
+        static thread_local std::vector<float> copy;
+        copy.assign(n, 0);
+        losses[row] = 0;
+        if (targets[row] != ignored) {
+            all.read(0, 0, row, n, copy.data());
+            losses[row] = cross_entropy(copy.data(), n, targets[row]);
         }
-        for (int64_t i = whole; i < n; i++) total += x[i] = std::exp(x[i] - most);
-        total += sum(total16);
-        losses[row] = most + std::log(total) - hit;
-        for (int64_t i = 0; i < n; i++) x[i] *= 1 / total;
-        x[target] -= 1;
+        all.write(0, 0, row, n, copy.data());
     });
 }
 
