@@ -24,7 +24,6 @@ import configurator
 from config.errors import UserError
 from config.folder_lock import only_writer
 from data.datasets import DATA_ROOT
-from training.device import slow_matmuls
 from training.distributed import Ranks, go_on_after_restart
 from training.log import Pace, RunLog
 from training.memory_use import memory_line
@@ -57,8 +56,6 @@ def main(argv=None):
             if ranks.device.type == 'cpu' and n > 1 and not given:  # the default is for GPUs
                 print(f'Note: that is {n} micro-batches of {s.batch_size} x {s.block_size} tokens; '
                       'on a CPU fewer may do: --gradient_accumulation_steps=1')
-            if ranks.main and (note := slow_matmuls(run.device, run.dtype)):
-                print(note)
             repeats = 0.0 if ranks.world_size == 1 else 5.0
             with StopRequest(repeats) as stop, open_log(run) as log:
                 train(run, log, stop)

@@ -4,7 +4,6 @@ import ctypes
 import os
 import platform
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -57,28 +56,14 @@ def multiplies_bfloat16() -> bool:
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """On a CPU, let the allocator of glibc keep what tensors free. By default it gives a step's
-    activations back to the system, which clears each page again when the next step uses it."""
+    """On a CPU, let the allocator of glibc keep what tensors of less than 32 MB free. By default it
+    gives a step's activations back to the system, which clears each page again for the next step.
+    (Larger tensors would leave gaps.)"""
     mallopt = getattr(ctypes.CDLL(None), 'mallopt', None) if sys.platform == 'linux' else None
     if device.type == 'cpu' and mallopt:
-        M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-        mallopt(M_TRIM_THRESHOLD, -1)  # never
-        mallopt(M_MMAP_MAX, 0)         # large tensors, too, come from what is kept
-
-
-def slow_matmuls(device: torch.device, dtype: torch.dtype) -> str:
-    """A note if torch's float32 matmuls do not use AVX-512 although the processor has it: MKL does
-    so on Intel's processors only, unless a preloaded library overrides its check. '' otherwise."""
-    try:
-        cpu = Path('/proc/cpuinfo').read_text(encoding='utf-8', errors='replace')
-    except OSError:
-        return ''
-    overridden = hasattr(ctypes.CDLL(None), 'mkl_serv_intel_cpu_true')  # by a preloaded library
-    mkl = device.type == 'cpu' and dtype == torch.float32 and torch.backends.mkl.is_available()
-    if overridden or not mkl or 'AuthenticAMD' not in cpu or 'avx512f' not in cpu:
-        return ''
-    return ('Note: on this processor, matmuls in float32 can be twice as fast: '
-            'docs/training.md#amd-processors')
+        M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+        mallopt(M_TRIM_THRESHOLD, -1)        # never
+        mallopt(M_MMAP_THRESHOLD, 32 << 20)  # the most that it accepts
 
 
 def describe_attention(model, dtype: torch.dtype, dropout_p: float) -> str:
