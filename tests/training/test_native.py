@@ -191,6 +191,21 @@ def test_cross_entropy_is_what_float64_gives(N, V):
     assert ours(x, weight).isnan()
 
 
+@pytest.mark.parametrize('V', [37, 1024])
+def test_cross_entropy_of_bfloat16_is_that_of_its_numbers_in_float64(V):
+    """The loss is in float32; only the gradients are rounded to bfloat16."""
+    torch.manual_seed(V)
+    logits, targets = (4 * torch.randn(50, V)).bfloat16(), torch.randint(V, (50,))
+    targets[3] = -1
+    exact = logits.double().requires_grad_()
+    wanted = F.cross_entropy(exact, targets, ignore_index=-1, reduction='sum')
+    wanted.backward()
+    total, gradients = native.softmax_gradients(logits, targets, -1, True)
+    assert total.dtype == torch.float32 and total.item() == pytest.approx(wanted.item(), rel=1e-6)
+    assert gradients is logits
+    torch.testing.assert_close(gradients.double(), exact.grad, rtol=2 ** -8, atol=1e-9)
+
+
 MECHANISMS = dict(
     vanilla=VANILLA, full=FULL_STACK, sink=dict(FULL_STACK, attn_sink=True),
     offset=dict(FULL_STACK, head_dim=8, key_offset=True), tied=dict(FULL_STACK, kv_tied='all'),

@@ -13,6 +13,7 @@ from attention import causal_attention
 from attention.rope import apply_rope
 from model import GPT, GPTConfig
 from tests.helpers.models import FULL_STACK, tokens
+from training import native
 from training.loss import cross_entropy, linear_cross_entropy
 
 HALF = pytest.mark.parametrize('half', [torch.bfloat16, torch.float16], ids=['bf16', 'fp16'])
@@ -119,13 +120,30 @@ def test_the_loss_is_the_float32_loss_of_the_half_logits(half, monkeypatch):
     x, weight, targets = torch.randn(100, 24), torch.randn(50, 24), torch.randint(50, (100,))
     with autocast(half):
         logits = F.linear(x, weight)
-        losses = cross_entropy(logits, targets), linear_cross_entropy(x, weight, targets)
+        losses = [cross_entropy(logits, targets), linear_cross_entropy(x, weight, targets),
+                  linear_cross_entropy(x, weight, targets, gradients=native.softmax_gradients)]
     wanted = F.cross_entropy(logits.double(), targets)
     for loss in losses:
         assert logits.dtype == half and loss.dtype == torch.float32
         assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
     in_half = F.cross_entropy(logits, targets)
     assert abs(in_half.item() - wanted.item()) > 1e-5 * wanted.item()
+
+
+@HALF
+def test_the_gradient_of_the_weight_is_summed_in_parts(half, monkeypatch):
+    """Several chunks of tokens, and of words with a remainder."""
+    monkeypatch.setattr(training.loss, 'CHUNK_BYTES', {'cpu': 4 * 50 * 16})
+    monkeypatch.setattr(training.loss, 'WORDS', 16)
+    torch.manual_seed(2)
+    x, weight, targets = torch.randn(100, 24), torch.randn(50, 24), torch.randint(50, (100,))
+    exact = weight.double().requires_grad_()
+    F.cross_entropy(x.double() @ exact.T, targets).backward()
+    weight.requires_grad_()
+    with autocast(half):
+        linear_cross_entropy(x, weight, targets).backward()
+    scale = exact.grad.abs().max()
+    assert (weight.grad - exact.grad).abs().max() < 4 * rounding(half) * scale
 
 
 class SoftmaxTypes(TorchDispatchMode):
