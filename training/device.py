@@ -61,9 +61,8 @@ def keep_freed_memory(device: torch.device) -> None:
     (Larger tensors would leave gaps.)"""
     mallopt = getattr(ctypes.CDLL(None), 'mallopt', None) if sys.platform == 'linux' else None
     if device.type == 'cpu' and mallopt:
-        M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-        mallopt(M_TRIM_THRESHOLD, -1)        # never
-        mallopt(M_MMAP_THRESHOLD, 32 << 20)  # the most that it accepts
+        mallopt(-1, -1)        # M_TRIM_THRESHOLD: never
+        mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: the most that it accepts
 
 
 def describe_attention(model, dtype: torch.dtype, dropout_p: float) -> str:

@@ -29,6 +29,8 @@ SPEEDS = [
      'int8, Q8_0', 'llama.cpp, the same model', 'llama.cpp q8_0', 'tpot_ms'),
     ('against-vllm-bfloat16', 0, '32 requests, 64 prompt and 64 new tokens each',
      'bfloat16, bfloat16', 'vLLM, the same model', 'vllm', 'tokens_per_second'),
+    ('against-vllm-prefill-bfloat16', 3, 'a new prompt of 4,096 tokens', 'bfloat16, bfloat16',
+     'vLLM, the same model', 'vllm', 'tokens_per_second'),
     *((f'decode-{form}b{batch}', k, f'decode, batch {batch}, context {context}', dtypes,
        'vanilla GPT-2', side, 'tpot_ms')
       for form, dtypes, side in (('', 'float32, float32', 'vanilla'),
@@ -37,6 +39,8 @@ SPEEDS = [
     ('decode-1GB', 0, 'decode, as many sequences as fit in 1 GB, context 4,096', 'int8, float32',
      'vanilla GPT-2', 'vanilla float32', 'tokens_per_second'),
     ('against-vllm', 0, '32 requests, 64 prompt and 64 new tokens each', 'int8, bfloat16',
+     'vLLM, the same model', 'vllm', 'tokens_per_second'),
+    ('against-vllm-prefill', 3, 'a new prompt of 4,096 tokens', 'int8, bfloat16',
      'vLLM, the same model', 'vllm', 'tokens_per_second')]
 
 
@@ -69,7 +73,11 @@ def kv_bytes() -> list[dict]:
 
 
 def speeds() -> list[dict]:
-    rows = []
+    trained = load('cpu/train-against-nanogpt-avx512-bf16')
+    theirs, ratio = trained['nanogpt_tokens_per_second'], trained['faster']['median']
+    rows = [dict(work='training of vanilla GPT-2: 6 layers of 384, T=512, B=4',
+                 dtypes='bfloat16, bfloat16', ours=f"{trained['tokens_per_second']:,.0f} tokens/s",
+                 theirs=f'nanoGPT, the same model: {theirs:,.0f} tokens/s', ratio=ratio)]
     for file, k, work, dtypes, other, side, metric in SPEEDS:
         cell = cells(file)[k]
         ours, theirs = (cell['sides'][name][metric]['median'] for name in ('ours', side))

@@ -163,8 +163,10 @@ run_part() {
     ladder)
       step data 60 "$python" data/text/prepare.py --glob='*.py' \
         --input="$("$python" -c 'import os, torch; print(os.path.dirname(torch.__file__))')"
-      step ladder 500 "$python" ablate.py config/ablate_gpu_short.py --folder="$out/ladder" \
-        --device=cuda --pictures=False ;;
+      step ladder 500 "$python" ablate.py config/ablate_gpu.py --folder="$out/ladder" \
+        --device=cuda --pictures=False --dataset=text --identifiers=False --side_rows={} \
+        --max_iters=200 --lr_decay_iters=200 --warmup_iters=20 --eval_interval=100 \
+        --eval_windows=32 --speed=True --batch_sizes=1,64 ;;
   esac
 }
 

@@ -88,9 +88,8 @@ def speed_up(model) -> None:
 
 def _takes(*tensors) -> bool:
     """Whether these are tensors on a CPU, all float32 or all bfloat16."""
-    tensors = [x for x in tensors if x is not None]
-    return (len({x.dtype for x in tensors}) == 1 and tensors[0].dtype in (torch.float32, torch.bfloat16)
-            and all(x.device.type == 'cpu' for x in tensors))
+    kinds = {(x.dtype, x.device.type) for x in tensors if x is not None}
+    return kinds in ({(torch.float32, 'cpu')}, {(torch.bfloat16, 'cpu')})
 
 
 def _heads(x) -> Heads:

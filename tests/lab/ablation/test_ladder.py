@@ -95,8 +95,7 @@ def test_seeds(ladder_of):
     assert seeds == [[4, 5], [6], [7, 8]]
 
 
-@pytest.mark.parametrize('name', ['prices', 'recall', 'smoke', 'gpu', 'gpu_short', 'long',
-                                  'pysource'])
+@pytest.mark.parametrize('name', ['prices', 'recall', 'smoke', 'gpu', 'long', 'pysource'])
 def test_shipped_ladders_make_small_caches(name, monkeypatch):
     """Without their data sets, so that those need not be prepared here."""
     monkeypatch.setattr(ladder_module, 'open_meta', lambda s, root: {'vocab_size': 65})
