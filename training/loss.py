@@ -67,6 +67,8 @@ class _Chunked(torch.autograd.Function):
         # at least float32 whatever the matmuls use, because chunks are accumulated
         full = torch.promote_types(weight.dtype, torch.float32)
         total = x.new_zeros((), dtype=full)
+        # on a CPU, products that fit into its cache
+        words = WORDS if x.is_cpu and not torch.compiler.is_compiling() else len(w)
         if differentiated:
             grad_x, grad_w = torch.empty_like(x, dtype=full), torch.zeros_like(weight, dtype=full)
         for first in range(0, x.size(0), rows):
@@ -80,11 +82,10 @@ class _Chunked(torch.autograd.Function):
                 grad_x[chunk] = (d @ w).to(full)
                 if dtype == full:
                     grad_w.addmm_(d.t(), xc)
-                else:  # on a CPU, products that fit into its cache
-                    part = WORDS if x.device.type == 'cpu' else len(w)
-                    for its_d, its_grad in zip(d.split(part, dim=1), grad_w.split(part)):
-                        its_grad += its_d.t() @ xc
-            del d  # free them before the next chunk
+                else:
+                    for word in range(0, len(w), words):
+                        grad_w[word:word + words] += d[:, word:word + words].t() @ xc
+            del d  # free it before the next chunk
         if differentiated:
             ctx.save_for_backward(grad_x.div_(n).to(x.dtype), grad_w.div_(n).to(weight.dtype))
         return total / n

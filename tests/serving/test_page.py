@@ -195,14 +195,45 @@ def visit_a_larger_model(server, visit, length, rings, size):
     return page
 
 
-@pytest.mark.parametrize('size', [(390, 844), (1000, 560)])
+@pytest.mark.parametrize('size', [(390, 844), (1000, 560), (1280, 800), (1920, 1080)])
 def test_all_lanes_are_in_view(markup_server, visit, size):
     page = visit_a_larger_model(markup_server(), visit, 300, [256] * 4, size)
     for canvas in page.locator('#lanes canvas').all():
         box = canvas.bounding_box()
         assert 0 < box['y'] < box['y'] + box['height'] < size[1] - 16
     note, numbers = (page.locator(id).bounding_box() for id in ('#note', '#numbers'))
-    assert note['y'] + note['height'] <= numbers['y']
+    if size[0] < 1280:
+        assert note['y'] + note['height'] <= numbers['y']
+
+
+def luminance(colour):
+    """Of WCAG 2, from 'rgb(r, g, b)'."""
+    parts = [int(x) / 255 for x in re.findall(r'\d+', colour)[:3]]
+    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+    return sum(a * b for a, b in zip((0.2126, 0.7152, 0.0722), linear))
+
+
+@pytest.mark.parametrize('scheme', ['light', 'dark'])
+def test_text_can_be_read(markup_server, visit, scheme):
+    """A contrast of 4.5 at least (WCAG 2, level AA), also of the text in cells."""
+    page = visit(markup_server(), size=(1920, 1080), color_scheme=scheme)
+    send(page, 'ab1', tokens=12)
+    colours = page.evaluate("""() => {
+        const style = getComputedStyle(document.body), probe = document.createElement('i')
+        document.body.append(probe)
+        return Object.fromEntries(['card', 'paper', 'ink', 'soft', 'error', 'accent', 'on-accent',
+                                   'computed', 'found'].map(name => {
+            probe.style.color = style.getPropertyValue('--' + name)
+            return [name, getComputedStyle(probe).color]
+        }))
+    }""")
+    light = {name: luminance(colour) for name, colour in colours.items()}
+    assert (light['card'] > 0.5) == (scheme == 'light')
+    for text, ground in (('ink', 'card'), ('ink', 'paper'), ('soft', 'card'), ('soft', 'paper'),
+                         ('error', 'card'), ('on-accent', 'accent'), ('ink', 'computed'),
+                         ('ink', 'found')):
+        low, high = sorted((light[text], light[ground]))
+        assert (high + 0.05) / (low + 0.05) >= 4.5, (text, ground)
 
 
 def test_ten_thousand_positions(markup_server, visit):

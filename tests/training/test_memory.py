@@ -84,6 +84,15 @@ def test_predicted_is_measured_to_the_byte(config, dtype, chunked, policies):
         assert measured.peak > measured.parameters + measured.optimizer + measured.activations > 0
 
 
+@pytest.mark.parametrize('dtype', [BF16, torch.float16])
+def test_in_half_precision_the_loss_holds_one_chunk_at_a_time(dtype, monkeypatch):
+    """Its logits, and the same in float32; little else counts in this shape."""
+    config = GPTConfig(**SHAPES['full'] | dict(vocab_size=4000))
+    monkeypatch.setitem(training.loss.CHUNK_BYTES, 'cpu', 50 * 4000 * 4)
+    measured = measured_with(GPT(config), 'none', dtype)
+    assert 6 < measured.loss_peak / (50 * 4000) < 7
+
+
 @pytest.mark.skipif(native.library() is None, reason='it needs a C++ compiler')
 @pytest.mark.parametrize('policy', POLICIES[:4])
 def test_predicted_is_measured_with_the_extension(policy):

@@ -120,8 +120,10 @@ def test_the_loss_is_the_float32_loss_of_the_half_logits(half, monkeypatch):
     x, weight, targets = torch.randn(100, 24), torch.randn(50, 24), torch.randint(50, (100,))
     with autocast(half):
         logits = F.linear(x, weight)
-        losses = [cross_entropy(logits, targets), linear_cross_entropy(x, weight, targets),
-                  linear_cross_entropy(x, weight, targets, gradients=native.softmax_gradients)]
+        losses = [cross_entropy(logits, targets), linear_cross_entropy(x, weight, targets)]
+        if native.library():  # it needs a compiler
+            losses.append(linear_cross_entropy(x, weight, targets,
+                                               gradients=native.softmax_gradients))
     wanted = F.cross_entropy(logits.double(), targets)
     for loss in losses:
         assert logits.dtype == half and loss.dtype == torch.float32

@@ -236,7 +236,7 @@ def cross_entropy(logits, targets, ignored):
         raise IndexError(f'targets from {low} to {high}: there are logits of 0 to {n - 1}')
     losses = logits.new_empty(rows, dtype=torch.float32)
     library().nanokv_cross_entropy(
-        _threads(), *_pointers(logits, targets.contiguous(), losses),
+        _threads(), *_pointers(logits, targets.long().contiguous(), losses),
         *map(ctypes.c_int64, (rows, n, ignored, logits.dtype == torch.bfloat16)))
     return losses
 

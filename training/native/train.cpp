@@ -383,13 +383,15 @@ extern "C" void nanokv_cross_entropy(int64_t threads, void* logits, const int64_
     const Heads all{logits, 0, 0, n, half};
     for_each(threads, rows, 4, [=](int64_t row) {
         static thread_local std::vector<float> copy;
-        copy.assign(n, 0);
-        losses[row] = 0;
-        if (targets[row] != ignored) {
-            all.read(0, 0, row, n, copy.data());
-            losses[row] = cross_entropy(copy.data(), n, targets[row]);
+        float* x = (float*)logits + row * n;
+        if (half) {
+            copy.resize(n);
+            x = copy.data();
+            all.read(0, 0, row, n, x);
         }
-        all.write(0, 0, row, n, copy.data());
+        losses[row] = targets[row] == ignored ? 0 : cross_entropy(x, n, targets[row]);
+        if (targets[row] == ignored) std::fill(x, x + n, 0.0f);
+        if (half) all.write(0, 0, row, n, x);
     });
 }
 
