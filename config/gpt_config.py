@@ -74,48 +74,43 @@ class GPTConfig:
         at_least(self, block_size=1, vocab_size=1, n_layer=1, n_head=1, n_embd=1, n_kv_head=0,
                  head_dim=0, window_size=0, mlp_hidden=0, rope_theta_global=0, kv_latent=0,
                  act_clamp=0, rope_fraction_global=0)
-        if self.n_layer > MAX_LAYERS:
-            raise UserError(f'n_layer={self.n_layer}: must be at most {MAX_LAYERS:,}')
-        if not 0.0 <= self.dropout < 1.0:
-            raise UserError(f'dropout={self.dropout}: must be at least 0 and below 1')
-        if self.head_dim == 0 and self.n_embd % self.n_head:
-            raise UserError(f'n_embd={self.n_embd} is not a multiple of n_head={self.n_head}: '
-                            'change one, or set head_dim')
-        if self.pos_embedding == 'rope':
-            if self.resolved_head_dim % 2:
-                raise UserError(f"head_dim={self.resolved_head_dim} is odd: pos_embedding='rope' "
-                                'rotates pairs, so it must be even')
-            if self.rope_theta <= 0:
-                raise UserError(f'rope_theta={self.rope_theta}: must be positive')
-        elif self.rope_theta_global:
-            raise UserError(f'rope_theta_global={self.rope_theta_global} needs '
-                            f"pos_embedding='rope' (it is {self.pos_embedding!r})")
+        rope = self.pos_embedding == 'rope'
+        self._refuse('n_layer', self.n_layer > MAX_LAYERS, f'must be at most {MAX_LAYERS:,}')
+        self._refuse('dropout', not 0 <= self.dropout < 1, 'must be at least 0 and below 1')
+        self._refuse('n_embd', not self.head_dim and self.n_embd % self.n_head,
+                     f'must be a multiple of n_head={self.n_head}, unless head_dim is set')
+        if rope and self.resolved_head_dim % 2:
+            raise UserError(f"head_dim={self.resolved_head_dim} is odd: pos_embedding='rope' "
+                            'rotates pairs, so it must be even')
+        self._refuse('rope_theta', rope and self.rope_theta <= 0, 'must be positive')
+        self._refuse('rope_theta_global', self.rope_theta_global and not rope,
+                     f"needs pos_embedding='rope' (it is {self.pos_embedding!r})")
         self._check_layers()
         self._check_mechanisms()
+
+    def _refuse(self, name, wrong, why):
+        if wrong:
+            raise UserError(f'{name}={getattr(self, name)!r}: {why}')
 
     def _check_layers(self):
         pattern, share = self.layer_pattern, self.kv_share
         unknown = sorted(set(pattern) - {'G', 'L'})
-        if not pattern or unknown:
-            what = f'unknown letter {unknown[0]!r}, ' if unknown else 'empty, '
-            raise UserError(f'layer_pattern={pattern!r}: {what}use G (global) and L (local)')
-        if self.n_kv_head and self.n_head % self.n_kv_head:
-            raise UserError(f'n_head={self.n_head} is not a multiple of '
-                            f'n_kv_head={self.n_kv_head}')
-        if 'L' in pattern and self.window_size < 1:
-            raise UserError(f'window_size={self.window_size} with local layers in layer_pattern='
-                            f'{pattern!r}: set it to the number of keys that they see, 1 or more')
-        if not share:
-            return
-        if len(share) != len(pattern):
-            raise UserError(f'kv_share={share!r} has {len(share)} letters and layer_pattern='
-                            f'{pattern!r} has {len(pattern)}: one letter per layer of the period')
+        what = f'unknown letter {unknown[0]!r}' if unknown else 'empty'
+        self._refuse('layer_pattern', not pattern or unknown,
+                     f'{what}, use G (global) and L (local)')
+        self._refuse('n_head', self.n_kv_head and self.n_head % self.n_kv_head,
+                     f'must be a multiple of n_kv_head={self.n_kv_head}')
+        self._refuse('window_size', 'L' in pattern and self.window_size < 1,
+                     f'with local layers in layer_pattern={pattern!r}, it is the number of keys '
+                     'that they see, 1 or more')
+        self._refuse('kv_share', share and len(share) != len(pattern),
+                     f'needs one letter per layer of the period, and has {len(share)} letters for '
+                     f'the {len(pattern)} of layer_pattern={pattern!r}')
         kinds = {}
         for letter, kind in zip(share, pattern):
-            if kinds.setdefault(letter, kind) != kind:
-                raise UserError(f'kv_share={share!r} joins layers of different kind under '
-                                f'{letter!r} in layer_pattern={pattern!r}: layers that share a KV '
-                                'cache are all G or all L')
+            self._refuse('kv_share', kinds.setdefault(letter, kind) != kind,
+                         f'{letter!r} joins layers of different kind in layer_pattern='
+                         f'{pattern!r}; layers that share a KV cache are all G or all L')
 
     def _check_mechanisms(self):
         rope, D, fraction = self.pos_embedding == 'rope', self.resolved_head_dim, \
@@ -123,21 +118,17 @@ class GPTConfig:
         no_global = 'G' not in self.layer_pattern
 
         def refuse(name, wrong, why):
-            if getattr(self, name) and wrong:
-                raise UserError(f'{name}={getattr(self, name)!r}: {why}')
-        if not (fraction == 1 or 0 <= fraction < 1 and rope):
-            raise UserError(f'rope_fraction_global={fraction}: must be from 0 to 1, and below 1 '
-                            f"needs pos_embedding='rope' (it is {self.pos_embedding!r})")
-        if fraction < 1 and no_global:
-            raise UserError(f'rope_fraction_global={fraction} is for global layers; layer_pattern='
-                            f'{self.layer_pattern!r} has none')
+            self._refuse(name, getattr(self, name) and wrong, why)
+        for_global = f'is for global layers; layer_pattern={self.layer_pattern!r} has none'
+        self._refuse('rope_fraction_global', not (fraction == 1 or 0 <= fraction < 1 and rope),
+                     "must be from 0 to 1, and below 1 needs pos_embedding='rope' "
+                     f'(it is {self.pos_embedding!r})')
+        self._refuse('rope_fraction_global', fraction < 1 and no_global, for_global)
         refuse('rope_theta_global', rope and not fraction, 'rope_fraction_global=0 has no angles')
         for name in ('key_offset', 'kv_latent'):
-            refuse(name, no_global, f'is for global layers; layer_pattern={self.layer_pattern!r} '
-                   'has none')
+            refuse(name, no_global, for_global)
             refuse(name, self.kv_tied, f'does not go with kv_tied={self.kv_tied!r}')
-        refuse('kv_tied', self.kv_tied == 'global' and no_global,
-               f'layer_pattern={self.layer_pattern!r} has no global layers')
+        refuse('kv_tied', self.kv_tied == 'global' and no_global, for_global)
         refuse('key_offset', D % 4, f'needs head_dim (it is {D}) to be a multiple of 4')
         refuse('key_offset', self.kv_latent, f'does not go with kv_latent={self.kv_latent}')
         refuse('kv_latent', self.kv_latent % D, f'must be a multiple of head_dim={D}')
