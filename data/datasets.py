@@ -32,7 +32,11 @@ def ensure_dataset(name: str, root: Path = DATA_ROOT) -> Path:
         return folder
     script = folder / 'prepare.py'
     if not os.path.isfile(script):
-        raise UserError(_unknown(name, root))
+        names = available_datasets(root)
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f' (did you mean {near[0]!r}?)' if near else ''
+        raise UserError(f'no dataset {name!r}{hint}; there are {", ".join(names)}; '
+                        'your own text: python data/text/prepare.py --help')
     if why := by_hand(script):
         raise UserError(f'dataset {name!r} is not prepared, and training does not start that by '
                         f'itself: {why}; run: python {root.name}/{name}/prepare.py '
@@ -58,14 +62,6 @@ def by_hand(script: Path) -> str:
     text = script.read_text(encoding='utf-8', errors='replace') if script.is_file() else ''
     found = re.search(r'^\ufeff?BY_HAND = (.*)', text, re.M)
     return found[1].strip('\'" ') if found else ''
-
-
-def _unknown(name: str, root: Path) -> str:
-    names = available_datasets(root)
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f' (did you mean {near[0]!r}?)' if near else ''
-    return (f'no dataset {name!r}{hint}; there are {", ".join(names)}; '
-            'your own text: python data/text/prepare.py --help')
 
 
 def _run_prepare(path: Path) -> None:

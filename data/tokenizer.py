@@ -47,7 +47,12 @@ def bytes_per_token(meta: dict | None, tokens: TokenSplit) -> float:
 
 
 class Tokenizer:
-    """Text to ids and back: `encode`, `decode`, `token_bytes` of the subclasses."""
+    """Text to ids and back: `encode` and `token_bytes` are the subclasses'."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of the ids; unknown ids and invalid UTF-8 become '\ufffd'."""
+        stream = self.stream()
+        return ''.join([stream(i) for i in ids]) + stream.end()
 
     def stream(self) -> 'TextStream':
         """A decoder for one text that arrives id by id."""
@@ -74,10 +79,6 @@ class CharTokenizer(Tokenizer):
             raise UserError(f"prompt has {len(lacking)} character{'s' * (len(lacking) > 1)} that "
                             f"the model's alphabet lacks: {shown} (known: {known!r})")
         return [self.stoi[c] for c in text]
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of the ids; an id outside the alphabet becomes '\ufffd'."""
-        return ''.join(self.itos.get(int(i), UNKNOWN) for i in ids)
 
     def token_bytes(self, token: int) -> bytes | None:
         """Return the UTF-8 bytes of an id; None outside the alphabet."""
@@ -108,11 +109,6 @@ class BPETokenizer(Tokenizer):
         """Encode `text`. special: encode '<|endoftext|>' as the special token, as nanoGPT does."""
         allowed = {END_OF_TEXT} & self.encoding.special_tokens_set if special else set()
         return encode_text(self.encoding, text, allowed).tolist()
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of the ids; unknown ids and invalid UTF-8 become '\ufffd'."""
-        stream = self.stream()
-        return ''.join([stream(i) for i in ids]) + stream.end()
 
     def token_bytes(self, token: int) -> bytes | None:
         """Return an id's bytes, possibly partial characters; None outside the vocabulary."""

@@ -1,13 +1,14 @@
 """nanoGPT's tiny Shakespeare, 1.1 MB of text for shakespeare_char and shakespeare."""
 
 import os
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from config.errors import UserError
+from data.bpe import bpe_of
 from data.download import fetch
+from data.gpt2_bpe import encode_text
+from data.long_texts import alphabet_meta, char_encoder
 from data.making.script import Arguments
 from data.making.textfiles import read_blocks
 from data.making.writer import write_dataset
@@ -16,13 +17,11 @@ URL = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshake
 SHA256 = '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed'
 
 
-def prepare(doc: str, script: str, argv: list[str] | None,
-            encoder: Callable[[str], tuple[Callable[[str], np.ndarray], dict | None]]) -> None:
+def prepare(doc: str, script: str, argv: list[str] | None, tokenizer: str) -> None:
     """Run the main function of a prepare.py, given its docstring and `__file__`.
 
     Only the download is verified (sha256). The split is nanoGPT's: the first 90% of the characters
-    are train, the rest val.
-    encoder: maps the entire text to (a function that encodes parts of it, meta.pkl's content).
+    are train, the rest val. tokenizer: 'char', with nanoGPT's messages, or 'gpt2'.
     """
     parser = Arguments(doc)
     parser.add_argument('--input', type=Path, metavar='FILE',
@@ -37,6 +36,14 @@ def prepare(doc: str, script: str, argv: list[str] | None,
     if len(text) < 20:
         raise UserError(f'{str(path)!r} has {len(text)} characters; '
                         'allowed are at least 20, to train on and to validate')
-    encode, meta = encoder(text)
+    if tokenizer == 'char':
+        meta = alphabet_meta(text)
+        print(f'length of dataset in characters: {len(text):,}')
+        print('all the unique characters:', ''.join(meta['stoi']))
+        print(f'vocab size: {meta["vocab_size"]:,}')
+        encode = char_encoder(meta['stoi'])
+    else:
+        meta, encoding = bpe_of(tokenizer, [text])
+        encode = partial(encode_text, encoding)
     cut = int(len(text) * 0.9)
     write_dataset(args.out, {'train': encode(text[:cut]), 'val': encode(text[cut:])}, meta)

@@ -9,19 +9,16 @@ GPT-2's encoding.
 """
 
 import sys
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run from anywhere
 
 from configurator import run_program
-from data.gpt2_bpe import encode_text, gpt2_encoding
 from data.making import tinyshakespeare
 
 
 def main(argv: list[str] | None = None) -> None:
-    tinyshakespeare.prepare(__doc__, __file__, argv,
-                            lambda text: (partial(encode_text, gpt2_encoding()), None))
+    tinyshakespeare.prepare(__doc__, __file__, argv, 'gpt2')
 
 
 if __name__ == '__main__':

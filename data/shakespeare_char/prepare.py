@@ -14,21 +14,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run from anywhere
 
 from configurator import run_program
-from data.long_texts import alphabet_meta, char_encoder
 from data.making import tinyshakespeare
 
 
 def main(argv: list[str] | None = None) -> None:
-    tinyshakespeare.prepare(__doc__, __file__, argv, encoder)
-
-
-def encoder(text: str) -> tuple:
-    """Return an encoder of the text's characters, and its meta.pkl. Prints nanoGPT's messages."""
-    meta = alphabet_meta(text)
-    print(f'length of dataset in characters: {len(text):,}')
-    print('all the unique characters:', ''.join(meta['stoi']))
-    print(f'vocab size: {meta["vocab_size"]:,}')
-    return char_encoder(meta['stoi']), meta
+    tinyshakespeare.prepare(__doc__, __file__, argv, 'char')
 
 
 if __name__ == '__main__':

