@@ -76,7 +76,6 @@ def prepare(args: Any, path: str, config: str | None = None) -> None:
             print('all had been encoded: finished what was interrupted', file=sys.stderr)
         else:
             write(out, source, encoding, args)
-    out.report()
 
 
 def write(out: TokenWriter, source: Callable[[int], Iterable[str]], encoding: Any,
@@ -218,7 +217,7 @@ def hub_documents(path: str, config: str | None = None, skip: int = 0,
 
 
 def _json_lines(path: Path) -> Iterator[str]:
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in enumerate(read_blocks(path, by_line=True), 1):
         if not line.strip():
             continue
         try:
@@ -231,9 +230,5 @@ def _json_lines(path: Path) -> Iterator[str]:
         yield text
 
 
-def _lines(path: Path) -> Iterator[str]:
-    return (line.rstrip('\r\n') for line in read_blocks(path, by_line=True))
-
-
-READERS = {'.jsonl': _json_lines, '.txt': _lines,
+READERS = {'.jsonl': _json_lines, '.txt': partial(read_blocks, by_line=True),
            '.parquet': lambda path: hub_documents('parquet', data_files=str(path))}

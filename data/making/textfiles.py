@@ -58,12 +58,13 @@ class TextPart:
 def read_blocks(path: Path, block: int = BLOCK, *, by_line: bool = False) -> Iterator[str]:
     """Yield the text of a UTF-8 file in pieces of at most `block` characters, or by line.
 
-    Line ends become '\\n', except by line; a byte order mark is dropped. UserError if the file
+    Line ends become '\\n', or go by line; a byte order mark is dropped. UserError if the file
     cannot be read or is not UTF-8 (possibly after some pieces).
     """
     try:
         with open(path, encoding='utf-8-sig', newline='\n' if by_line else None) as file:
-            yield from file if by_line else iter(partial(file.read, block), '')
+            yield from ((line.rstrip('\r\n') for line in file) if by_line else
+                        iter(partial(file.read, block), ''))
     except UnicodeDecodeError as error:
         raise UserError(f'{str(path)!r} is not UTF-8 text ({error.reason})') from None
     except OSError as error:
@@ -215,7 +216,6 @@ def prepare(folder: Path, parts: dict[str, list[TextPart]], tokenizer: str, alph
                 if tokenizer == 'char':
                     after = np.full(2 if last == newline else 3, newline)
                 out.add(name, after)
-    out.report()
     return out.tokens
 
 

@@ -36,7 +36,6 @@ def write_dataset(folder: Path, splits: dict[str, np.ndarray], meta: dict | None
             if np.size(ids) == 0:
                 raise UserError(f'split {name!r} is empty; allowed is at least one token id')
             out.add(name, ids)
-    out.report()
 
 
 class TokenWriter:
@@ -52,8 +51,8 @@ class TokenWriter:
     key: makes the preparation resumable: the settings (plain JSON) that determine the tokens.
     restart: discard the progress of an interrupted preparation.
 
-    The folder is locked inside the `with` block. A normal exit publishes the dataset; an
-    exception removes the new files and keeps the old dataset, if any.
+    The folder is locked inside the `with` block. A normal exit publishes the dataset and prints the
+    sizes of its splits; an exception removes the new files and keeps the old dataset, if any.
 
     With a key, call checkpoint(n) after adding all tokens of the first n documents. The next
     TokenWriter with the same key continues from there, with `documents` = n (initially 0). If the
@@ -112,11 +111,6 @@ class TokenWriter:
                 _sync(file)
             self._record(complete=False)
 
-    def report(self) -> None:
-        """Print the number of tokens of each split."""
-        for split, n in sorted(self.tokens.items()):
-            print(f'{split} has {n:,} tokens')
-
     @property
     def resumable(self) -> bool:
         """Return whether there is a checkpoint to continue from."""
@@ -144,6 +138,8 @@ class TokenWriter:
                         file.close()
                 if not self.resumable:
                     shutil.rmtree(self._new, ignore_errors=True)
+        for split, n in sorted(self.tokens.items()) if kind is None else ():
+            print(f'{split} has {n:,} tokens')
 
     def _begin(self) -> None:
         """Finish an interrupted publication, then continue from a checkpoint or start over."""
@@ -257,18 +253,17 @@ def publish(folder: Path, progress: dict[str, Any] | None) -> bool:
     new = folder / NEW
     old = [*split_files(folder, 'train'), *split_files(folder, 'val'),
            folder / 'meta.pkl', folder / 'source.json']  # an old meta.pkl would decode new ids
-    for path in sorted(old, key=_is_marker, reverse=True):
+    def is_marker(path: Path) -> bool:
+        return path.name in MARKERS
+
+    for path in sorted(old, key=is_marker, reverse=True):
         if path.name not in progress['files'] or (new / path.name).exists():
             path.unlink(missing_ok=True)
-    for path in sorted(new.iterdir(), key=_is_marker):
+    for path in sorted(new.iterdir(), key=is_marker):
         if path.name in progress['files']:
             os.replace(path, folder / path.name)
     shutil.rmtree(new)
     return True
-
-
-def _is_marker(path: Path) -> bool:
-    return path.name in MARKERS
 
 
 def _tokens(files: dict[str, int]) -> dict[str, int]:
