@@ -36,7 +36,7 @@ def without_curves(summary: dict) -> dict:
 def markdown(summary: dict, pictures: list[str]) -> str:
     """Return report.md. pictures: names of the pictures in its folder."""
     parts = [f"# {summary['name']}: what each saving costs and buys",
-             ' '.join(in_short(summary)), ' '.join(caveats(summary))]
+             ' '.join(caveats(summary))]
     if warnings := shortcomings(summary):
         parts.append('\n'.join(f'- {line}' for line in warnings))
     for name in pictures:
@@ -53,51 +53,12 @@ def show(summary: dict) -> None:
     """Print the same tables on the terminal."""
     console = output()
     plain = dict(highlight=False, markup=False, soft_wrap=True)
-    for line in (facts_line(summary), *in_short(summary), *caveats(summary)):
+    for line in (facts_line(summary), *caveats(summary)):
         console.print(line, **plain)
     for line in shortcomings(summary):
         console.print(line, style='red', **plain)
     for table in tables.grids(summary):
         table.print(console)
-
-
-def certain(difference: dict) -> bool:
-    return abs(difference['mean']) > difference['half_95']
-
-
-def verdict(difference: dict) -> str:
-    """Describe in words what a paired difference of losses shows."""
-    if not enough(difference):
-        return 'too few seeds for an interval'
-    if not certain(difference):
-        return 'not distinguishable'
-    stands = ', for all rows together too (Holm)' if difference.get('stands') else ''
-    return f'the interval excludes zero{stands}'
-
-
-def in_short(summary: dict) -> list[str]:
-    """Three sentences: what the ladder's last row saves, what that costs, and which steps the
-    seeds can tell apart."""
-    ladder = [row for row in summary['rows'] if not row['side'] and 'val_loss' in row]
-    if not ladder or ladder[-1]['name'] == summary['baseline']:
-        return []
-    last, kv = ladder[-1], ladder[-1]['kv']
-    lines = [f"{last['name']!r}, the last row of the ladder, holds {kv['smaller']:.1f} times "
-             f"fewer KV bytes at T={kv['T']:,} than vanilla GPT-2 in bfloat16."]
-    if difference := last.get('against_baseline'):
-        written = tables.plus_minus(difference)
-        lines.append(f"Its validation loss is {last['val_loss']['mean']:.4f}; the difference from "
-                     f"{summary['baseline']!r} is {written}: {verdict(difference)}.")
-    steps = {row['name']: row['against_above'] for row in ladder
-             if enough(row.get('against_above'))}
-    if not steps:
-        return [*lines, 'No step down the ladder has the three seeds that an interval needs.']
-    apart = [f"{name!r} ({'higher' if step['mean'] > 0 else 'lower'} loss)"
-             for name, step in steps.items() if certain(step)]
-    have = 'has' if len(apart) == 1 else 'have'
-    names = f": {', '.join(apart)}" if apart else ''
-    return [*lines, f'Of the {len(steps)} steps down the ladder, {len(apart)} {have} an interval '
-                    f'that excludes zero{names}.']
 
 
 def caveats(summary: dict) -> list[str]:

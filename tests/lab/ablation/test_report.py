@@ -129,23 +129,18 @@ def test_every_figure_stands_in_its_column(summary):
     one = side['uptrained (from + MQA; 40 iterations)']
     assert (one['against that'], one['against + RoPE'], one['seeds']) == (
         '+0.3000 (n=1)', '+0.4000 (n=1)', '1')
-    held, loss, steps = report.in_short(summary)
-    assert held.startswith("'+ int8 KV', the last row")
-    assert "from '+ RoPE' is +0.0500 ±0.1242" in loss
-    assert 'Of the 3 steps down the ladder, 1 has an interval that excludes zero' in steps
 
 
-@pytest.mark.parametrize('each, text, told', [
-    ([-0.01], '-0.0100 (n=1)', 'too few'),
-    ([-0.02753, -0.02765], '-0.0275, -0.0277 (n=2)', 'too few'),
-    ([-0.01, -0.01, -0.04], '-0.0200 ±0.0430', 'not distinguishable'),
-    ([-0.03, -0.031, -0.029], '-0.0300 ±0.0025', 'excludes'),
+@pytest.mark.parametrize('each, text', [
+    ([-0.01], '-0.0100 (n=1)'),
+    ([-0.02753, -0.02765], '-0.0275, -0.0277 (n=2)'),
+    ([-0.01, -0.01, -0.04], '-0.0200 ±0.0430'),
+    ([-0.03, -0.031, -0.029], '-0.0300 ±0.0025'),
 ])
-def test_differences_in_words(each, text, told):
+def test_differences_have_an_interval_from_three_seeds_on(each, text):
     others = dict.fromkeys(range(len(each)), 0.0)
     found = paired_difference(dict(enumerate(each)), others)
     assert plus_minus(found) == text
-    assert told in report.verdict(found)
 
 
 @pytest.mark.parametrize('missing', ['+ RoPE', 'vanilla <GPT-2>'])
