@@ -15,13 +15,13 @@ import torch
 import configurator
 from config.errors import UserError, at_least
 from config.gpt_config import GPTConfig
-from config.schema import ABLATE, KV_DTYPES, MODEL, TRAIN
+from config.schema import ABLATE, KV_DTYPES, TRAIN
 from data.datasets import DATA_ROOT
 from data.recall.tasks import TASKS
 from data.tokenfiles import open_split
 from interop.convert import MEMORY, check_conversion
 from kv.plan import plan_kv
-from lab.benchmarks.setting import MIN_REPEATS, numbers
+from lab.benchmarks.setting import MIN_REPEATS, numbers, shape_of
 from model import GPT
 from training.batches import open_meta
 from training.checkpoint import tokens_id
@@ -180,9 +180,9 @@ class Ladder:
     def seeds(self, row: Row) -> list[int]:
         """The row's own seeds; by default those of side rows for a side row, or of all rows."""
         if row.seeds:
-            return whole_numbers(f'row {row.name!r}: seeds', row.seeds)
+            return numbers(f'row {row.name!r}: seeds', row.seeds, least=0)
         name = 'side_seeds' if row.side and self.s.side_seeds else 'seeds'
-        return whole_numbers(name, getattr(self.s, name))
+        return numbers(name, getattr(self.s, name), least=0)
 
     def depth(self, row: Row) -> int:
         """The number of conversions from a model trained from scratch to this row."""
@@ -264,8 +264,7 @@ class Ladder:
         """The config of the model during training."""
         s = self.settings(row, shape)
         meta = open_meta(s, DATA_ROOT)
-        return GPTConfig(vocab_size=50304 if meta is None else meta['vocab_size'],
-                         **{key.name: getattr(s, key.name) for key in MODEL})
+        return shape_of(s, 50304 if meta is None else meta['vocab_size'])
 
     def config(self, row: Row, shape: dict | None = None) -> GPTConfig:
         """The config at inference: without dropout, and with the changes made after training."""
@@ -281,15 +280,6 @@ def parameters(config: GPTConfig) -> int:
     """Number of parameters without position embeddings. No memory is allocated."""
     with torch.device('meta'):
         return GPT(config).get_num_params()
-
-
-def whole_numbers(name: str, text: str) -> list[int]:
-    """'1,2,3' -> [1, 2, 3]. Raises UserError for anything else."""
-    try:
-        return [int(piece) for piece in text.split(',')]
-    except ValueError:
-        raise UserError(f'{name}={text!r}: must be whole numbers separated by commas, as '
-                        "'1,2,3'") from None
 
 
 def read_ladder(argv: list[str], usage: str = '', echo: bool = True):

@@ -82,13 +82,11 @@ def run(s, data_root: Path) -> dict:
 
 def compared_models(config, longest: int, s) -> dict:
     """Return name -> model: ours, and the baseline selected in the settings."""
-    models, vanilla = {'ours': setting.build(config, s)}, setting.vanilla_config(config, longest)
-    if s.against == 'vanilla':
-        models['vanilla'] = setting.build(vanilla, s)
-    elif s.against == 'vanilla_float32':
+    models = setting.compared(config, longest, s)
+    if s.against == 'vanilla_float32':
         plain = copy.copy(s)
         plain.given, plain.dtype, plain.weight_dtype = s.given, 'float32', 'auto'
-        models['vanilla float32'] = setting.build(vanilla, plain)
+        models['vanilla float32'] = setting.build(setting.vanilla_config(config, longest), plain)
     elif s.against == 'float32_kv':
         models['float32 K/V'] = models['ours']
     return models

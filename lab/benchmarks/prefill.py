@@ -34,10 +34,8 @@ class PrefillRound:
 def run(s, data_root: Path) -> dict:
     """The document with all cells."""
     shapes, config = setting.begin(s, data_root, prefill_chunk=0)
-    models = {'ours': setting.build(config, s)}
-    if s.against == 'vanilla':
-        models['vanilla'] = setting.build(setting.vanilla_config(config, max(shapes)[0]), s)
-    elif s.against == 'untrimmed':
+    models = setting.compared(config, max(shapes)[0], s)
+    if s.against == 'untrimmed':
         models['untrimmed'] = copy.copy(models['ours'])
         models['untrimmed'].plan = Untrimmed(**vars(models['ours'].plan))
     cells = []

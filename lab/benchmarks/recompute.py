@@ -4,7 +4,6 @@ All policies are interleaved on one model and batch, with the chunked loss; 'who
 'none' with the usual loss. Activations are the tensors that the forward pass keeps for the backward
 pass, except for logits and loss.
 """
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,20 +35,15 @@ def run(s, data_root: Path) -> dict:
     return document | {'cells': cells}
 
 
-def choose(steps: TrainingSteps, policy: str) -> None:
+def choose(steps: TrainingSteps, policy: str) -> TrainingSteps:
     set_recompute(steps.model, 'none' if policy == WHOLE else policy)
     steps.model.loss_fn = None if policy == WHOLE else linear_cross_entropy
-
-
-def timed(steps: TrainingSteps, policy: str) -> float:
-    choose(steps, policy)
-    return steps()
+    return steps
 
 
 def gradients(steps: TrainingSteps, policy: str) -> torch.Tensor:
     """All gradients as one vector."""
-    choose(steps, policy)
-    steps.backward()
+    choose(steps, policy).backward()
     found = torch.cat([p.grad.flatten() for p in steps.model.parameters()])
     steps.optimizer.zero_grad(set_to_none=True)
     return found
@@ -74,7 +68,8 @@ def measure(steps: TrainingSteps, names, repeats: int, title: str) -> dict:
     errors = {name: ((gradients(steps, name) - expected).norm() / expected.norm()).item()
               for name in names}
     del expected
-    times = clock.alternate({name: partial(timed, steps, name) for name in names}, repeats, title)
+    times = clock.alternate({name: lambda name=name: choose(steps, name)() for name in names},
+                            repeats, title)
     memory = {name: memory_of(steps, name) for name in names}
     batch, context = steps.batch[0].shape
     sides = {name: {'batch': batch, **clock.metrics(seconds, 'step_ms', batch * context),

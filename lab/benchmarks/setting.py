@@ -51,18 +51,19 @@ def compiles(s) -> bool:
     return s.compile and 'compile' in s.given
 
 
-def numbers(name: str, text: str) -> list[int]:
+def numbers(name: str, text: str, least: int = 1) -> list[int]:
     """'1,4,16' -> [1, 4, 16]; the brackets of Python lists and tuples are accepted too.
 
     Raises:
-        UserError: if these are not integers, a number is below 1, or one is given twice.
+        UserError: if these are not integers, a number is below `least`, or one is given twice.
     """
     try:
         values = [int(piece) for piece in text.strip('[]() ,').split(',')]
     except ValueError:
         raise UserError(f"{name}={text!r}: must be whole numbers, as '1,4,16'") from None
-    if min(values) < 1 or len(set(values)) < len(values):
-        raise UserError(f'{name}={text!r}: each number must be at least 1, and come only once')
+    if min(values) < least or len(set(values)) < len(values):
+        raise UserError(f'{name}={text!r}: each number must be at least {least}, and come '
+                        'only once')
     return values
 
 
@@ -90,8 +91,11 @@ def begin(s, data_root: Path, further: int = 0, **least: int):
 def model_config(s, data_root: Path) -> GPTConfig:
     """The settings' model without dropout, with the data set's vocabulary if it is present."""
     vocab_size = (read_meta(data_root / s.dataset) or {'vocab_size': 50304})['vocab_size']
-    shape = {key.name: getattr(s, key.name) for key in MODEL} | {'dropout': 0.0}
-    return GPTConfig(vocab_size=vocab_size, **shape)
+    return dataclasses.replace(shape_of(s, vocab_size), dropout=0.0)
+
+
+def shape_of(s, vocab_size: int) -> GPTConfig:
+    return GPTConfig(vocab_size=vocab_size, **{key.name: getattr(s, key.name) for key in MODEL})
 
 
 def vanilla_config(config: GPTConfig, longest: int) -> GPTConfig:
@@ -99,6 +103,14 @@ def vanilla_config(config: GPTConfig, longest: int) -> GPTConfig:
     kept = ('vocab_size', 'n_layer', 'n_head', 'n_embd', 'head_dim', 'bias', 'gelu')
     return GPTConfig(block_size=max(config.block_size, longest),
                      **{name: getattr(config, name) for name in kept})
+
+
+def compared(config: GPTConfig, longest: int, s, parameters: torch.dtype | None = None) -> dict:
+    """Return name -> model: ours, and the baseline with against='vanilla'."""
+    models = {'ours': build(config, s, parameters)}
+    if s.against == 'vanilla':
+        models['vanilla'] = build(vanilla_config(config, longest), s, parameters)
+    return models
 
 
 def build(config: GPTConfig, s, parameters: torch.dtype | None = None) -> GPT:

@@ -28,10 +28,7 @@ def training_models(s, data_root: Path):
                         "mode='train' compiles them")
     shapes, config = setting.begin(s, data_root)
     torch.set_float32_matmul_precision('high')  # as in train.py
-    models = {'ours': setting.build(config, s, torch.float32)}
-    if s.against:
-        vanilla = setting.vanilla_config(config, max(shapes)[0])
-        models['vanilla'] = setting.build(vanilla, s, torch.float32)
+    models = setting.compared(config, max(shapes)[0], s, torch.float32)
     device = models['ours'].device
     dtype = native.training_dtype(s, device)
     if native.wanted(s, device):

@@ -16,13 +16,11 @@ import torch
 
 import configurator
 from config.errors import UserError
-from config.gpt_config import GPTConfig
-from config.schema import MODEL
 from data.tokenizer import BPETokenizer
 from interop.export import hf_model
 from interop.tokenizer_files import save_tokenizer
 from lab.benchmarks.llama import CELLS, write_gguf
-from lab.benchmarks.setting import vanilla_config
+from lab.benchmarks.setting import shape_of, vanilla_config
 from lab.sessions.client import Client, Failed
 from model import GPT
 
@@ -37,9 +35,8 @@ NAME = 'sessions'  # of the model in the API
 def build(longest: int, vanilla: bool = False) -> GPT:
     """A model with random weights of CONFIG, for `longest` tokens."""
     s = configurator.parse('bench', [str(ROOT / CONFIG)], echo=False)
-    shape = {key.name: getattr(s, key.name) for key in MODEL} | {'dropout': 0.0}
-    found = GPTConfig(vocab_size=50304, **shape)
-    found.block_size = max(found.block_size, longest)
+    found = shape_of(s, 50304)
+    found = replace(found, dropout=0.0, block_size=max(found.block_size, longest))
     torch.manual_seed(1)
     if vanilla:
         found = replace(vanilla_config(found, longest), bias=True)  # llama.cpp knows no other
