@@ -10,6 +10,14 @@ class Table:
     rows: list[tuple[str, ...]] = field(default_factory=list)
     left: tuple[str, ...] = ('side',)
 
+    @classmethod
+    def of(cls, title: str, rows, columns: dict, left=('side',)) -> 'Table':
+        """Of any objects. columns: {heading: cell}, and a cell is a function of the row, or a format
+        string over it if the rows are dicts: '{val_loss[mean]:.4f}'."""
+        return cls(title, tuple(columns), [tuple(
+            cell(row) if callable(cell) else cell.format_map(row) for cell in columns.values())
+            for row in rows], left)
+
     def markdown(self) -> str:
         """The table without its title and without a final newline."""
         def line(cells):

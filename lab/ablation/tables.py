@@ -74,8 +74,7 @@ def grids(summary: dict) -> list[Table]:
 def with_names(title: str, rows: list[dict], columns: dict, left=('row',)) -> Table:
     """A table whose first column names the rows. columns: heading -> function from a row to the
     text of its cell."""
-    return Table(title, ('row', *columns), [
-        (label(row), *(cell(row) for cell in columns.values())) for row in rows], left=left)
+    return Table.of(title, rows, {'row': label} | columns, left)
 
 
 def headline(summary: dict, side: bool = False) -> Table:

@@ -1,6 +1,6 @@
 """The tables of README.md and docs/, and the reports that commands print there.
 
-TABLES has {name of the block: (a function that returns the rows, {heading: cell})}, as `table`
+TABLES has {name of the block: (a function that returns the rows, {heading: cell})}, as `Table.of`
 takes them. The rows come from results/, all words stand in the pages themselves.
 """
 import contextlib
@@ -16,6 +16,7 @@ from unittest import mock
 
 from lab.ablation.stats import paired_difference
 from lab.ablation.tables import listed, mean_sd, plus_minus
+from lab.tables import Table
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / 'results'
@@ -231,24 +232,9 @@ REPORTS = {
 }
 
 
-def table(rows, columns: dict) -> str:
-    """Return rows (dicts) as a table. Each column is {heading: cell}, and a cell a format string
-    over the row, '{val_loss[mean]:.4f}', or a function of the row. The first column is aligned to
-    the left, all others to the right.
-    """
-    def line(texts):
-        return f"| {' | '.join(texts)} |"
-
-    lines = [line(columns), '|---|' + '---:|' * (len(columns) - 1)]
-    for row in rows:
-        lines.append(line(cell(row) if callable(cell) else cell.format_map(row)
-                          for cell in columns.values()))
-    return '\n'.join(lines)
-
-
 def written(name: str) -> str:
     """The text of a block. KeyError: if there is none with this name."""
     if name in REPORTS:
         return REPORTS[name]()
     rows, columns = TABLES[name]
-    return table(rows(), columns)
+    return Table.of('', rows(), columns, left=tuple(columns)[:1]).markdown()

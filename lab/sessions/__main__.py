@@ -22,12 +22,10 @@ import torch
 
 import configurator
 from config.errors import UserError
-from config.gpt_config import GPTConfig
-from config.schema import MODEL
 from config.sizes import parse_bytes
 from kv.console import output
 from kv.plan import plan_kv
-from lab.benchmarks.setting import check_target, numbers, processor
+from lab.benchmarks.setting import check_target, numbers, processor, shape_of
 from lab.files import write_json
 from lab.sessions import servers, soak, stall
 from lab.sessions.client import Client
@@ -223,17 +221,16 @@ def replay_table(found: dict) -> Table:
 def run_simulate(args):
     torch.set_num_threads(1)  # the copies are small
     s = configurator.parse('bench', [args.config], echo=False)
-    plan = plan_kv(GPTConfig(vocab_size=256, **{key.name: getattr(s, key.name) for key in MODEL}))
+    plan = plan_kv(shape_of(s, 256))
     shares, found = numbers('shares', args.shares), []
     for path in args.traces:
         each = simulate(Trace.read(path), plan, shares)
         found.append(each)
         title = f"{each['trace']}: {each['unavoidable']:,} unavoidable tokens"
-        columns = 'bytes, %', 'MB', 'computed', 'over unavoidable', 'evicted blocks'
-        Table(title, columns, [(
-            str(cell['share']), f"{cell['most_nbytes'] / 1e6:.1f}", f"{cell['computed']:,}",
-            f"{cell['over_unavoidable']:.2f}", f"{cell['evicted']:,}") for cell in each['cells']]
-        ).print(output())
+        Table.of(title, each['cells'], {
+            'bytes, %': '{share}', 'MB': lambda cell: f"{cell['most_nbytes'] / 1e6:.1f}",
+            'computed': '{computed:,}', 'over unavoidable': '{over_unavoidable:.2f}',
+            'evicted blocks': '{evicted:,}'}).print(output())
     if args.save:
         write_json(args.save, {'config': Path(args.config).name, 'traces': found})
 
