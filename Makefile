@@ -102,7 +102,7 @@ ablate: $(VENV)/.installed-test data recall  ## from vanilla GPT-2 to the full s
 soak: $(VENV)/.installed-test  ## training killed 20 times at any moment, against training left alone (a few minutes on 2 cores)
 	KILLS=20 $(BIN)/python -m pytest -q -s tests/training/test_soak.py
 
-nanogpt: $(VENV)/.installed  ## nanoGPT (make nanogpt NANOGPT=folder) beside ours: losses, checkpoints, speed (half an hour; PARTS="curves speed": less)
+nanogpt: $(VENV)/.installed  ## nanoGPT (make nanogpt NANOGPT=folder) beside ours: losses, checkpoints, the CPU recipe (twenty minutes; PARTS="curves exchange": less)
 	$(BIN)/python lab/scripts/nanogpt_parity.py $(NANOGPT) $(PARTS)
 
 docs: $(VENV)/.installed  ## write the tables of results/ into README.md and docs/

@@ -12,7 +12,7 @@ class Table:
 
     @classmethod
     def of(cls, title: str, rows, columns: dict, left=('side',)) -> 'Table':
-        """Of any objects. columns: {heading: cell}, and a cell is a function of the row, or a format
+        """Of any objects. columns: {heading: cell}. A cell is a function of the row, or a format
         string over it if the rows are dicts: '{val_loss[mean]:.4f}'."""
         return cls(title, tuple(columns), [tuple(
             cell(row) if callable(cell) else cell.format_map(row) for cell in columns.values())

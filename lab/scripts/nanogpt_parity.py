@@ -1,8 +1,8 @@
 """Compare nanoKV with nanoGPT itself: loss curves, exchanged checkpoints, text past block_size,
-speed, the CPU recipe.
+the CPU recipe.
 
     git clone https://github.com/karpathy/nanoGPT
-    python lab/scripts/nanogpt_parity.py nanoGPT                   # all; half an hour on 2 cores
+    python lab/scripts/nanogpt_parity.py nanoGPT                   # all; 20 minutes on 2 cores
     python lab/scripts/nanogpt_parity.py nanoGPT curves exchange   # some of the parts
 
 Keeps nothing of nanoGPT. Writes results/nanogpt/PART.json.
@@ -12,7 +12,6 @@ import os
 import platform
 import re
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -39,7 +38,6 @@ RESULTS = ROOT / 'results' / 'nanogpt'
 RECIPE = ['config/train_shakespeare_char.py', '--device=cpu', '--compile=False', '--eval_iters=20',
           '--log_interval=1', '--block_size=64', '--batch_size=12', '--n_layer=4', '--n_head=4',
           '--n_embd=128', '--max_iters=2000', '--lr_decay_iters=2000', '--dropout=0.0']
-TOKENS = 12 * 64  # in a step
 SHORT = ['--eval_interval=100', '--max_iters=100', '--always_save_checkpoint=True']
 # nanoGPT's evaluations advance the generator of its training batches, so they are turned off here
 NO_DRAWS = {'nanoGPT': ['--eval_iters=0'], 'ours': ['--eval_iters=1']}
@@ -136,22 +134,6 @@ def resumed(programs: Programs, writer: str, path: Path) -> float:
     return difference(*map(losses, outputs))
 
 
-def speed(programs: Programs, rounds: int = 7, steps: int = 150) -> dict:
-    """Training tokens per second, with the programs alternating: the median step time of each run
-    without its first 30 steps."""
-    times = {name: [] for name in programs.outs}
-    flags = [*SHORT, f'--max_iters={steps}', '--eval_interval=10000']
-    for _ in range(rounds):
-        for name in times:
-            _, output = programs.train(name, 'speed', *flags, *NO_DRAWS[name])
-            steady = [float(ms) for it, _, ms in STEP.findall(output) if int(it) >= 30]
-            times[name].append(statistics.median(steady))
-    ratios = [a / b for a, b in zip(times['nanoGPT'], times['ours'])]
-    per_second = {name: TOKENS / statistics.median(ms) * 1e3 for name, ms in times.items()}
-    return {'rounds': rounds, 'steps': steps, 'step_ms': times, 'tokens_per_second': per_second,
-            'ratio': {'median': statistics.median(ratios), 'min': min(ratios), 'max': max(ratios)}}
-
-
 def recipe(programs: Programs) -> dict:
     """Run nanoGPT's CPU recipe to the end, and evaluate the best checkpoint (both programs select
     it on 20 batches) on the entire validation split."""
@@ -166,7 +148,7 @@ def recipe(programs: Programs) -> dict:
     return found
 
 
-PARTS = {'curves': curves, 'exchange': exchange, 'speed': speed, 'recipe': recipe}
+PARTS = {'curves': curves, 'exchange': exchange, 'recipe': recipe}
 
 
 def main(argv=None):
