@@ -2,32 +2,9 @@
 import copy
 import dataclasses
 import math
-from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
-
-
-@dataclass
-class Judgement:
-    """Of n windows of T targets: their losses in nats, and greedy tokens."""
-    nats: torch.Tensor     # (n, T) float64
-    choices: torch.Tensor  # (n, T) int64
-
-    @property
-    def by_position(self) -> torch.Tensor:
-        """(T,) float64, mean over the windows."""
-        return self.nats.mean(0)
-
-    @property
-    def by_window(self) -> torch.Tensor:
-        """(n,) float64, mean over the positions."""
-        return self.nats.mean(1)
-
-    @property
-    def loss(self) -> float:
-        """Nats per token."""
-        return self.by_window.mean().item()
 
 
 def window_starts(n_tokens: int, T: int, n: int = 0) -> list[int]:
@@ -61,20 +38,18 @@ def through_cache(model, kv_dtype: str, first: int = 64, chunk: int = 16):
 
 
 @torch.inference_mode()
-def judge(logits_of, windows: torch.Tensor, batch_size: int = 16) -> Judgement:
-    """Evaluate windows (n, T + 1), which are on the model's device."""
-    n, T = windows[:, 1:].shape
+def judge(logits_of, windows: torch.Tensor, batch_size: int = 16) -> torch.Tensor:
+    """Return (n, T) float64, the losses in nats of the targets in windows (n, T + 1), which are on
+    the model's device."""
     # allocated first: small results between large temporary tensors would fragment the heap, which
     # then grows with every window
-    found = Judgement(torch.empty(n, T, dtype=torch.float64),
-                      torch.empty(n, T, dtype=torch.int64))
-    for i in range(0, n, batch_size):
+    nats = torch.empty(windows[:, 1:].shape, dtype=torch.float64)
+    for i in range(0, len(windows), batch_size):
         rows = windows[i:i + batch_size]
         logits = logits_of(rows[:, :-1])
         for j, (one, y) in enumerate(zip(logits, rows[:, 1:]), start=i):
-            found.nats[j] = F.cross_entropy(one.double(), y, reduction='none')
-            found.choices[j] = one.argmax(-1)
-    return found
+            nats[j] = F.cross_entropy(one.double(), y, reduction='none')
+    return nats
 
 
 def with_rounding(model, on: bool):

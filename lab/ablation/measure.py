@@ -74,8 +74,8 @@ def losses(model, row, windows, tokenizer) -> tuple[dict, torch.Tensor]:
     plain_model = evaluate.with_rounding(model, True) if kv_dtype == 'int8' else model
     plain = judge(evaluate.forward(plain_model), windows, batch)
     cached = judge(through_cache(model, kv_dtype, first, chunk), windows, batch)
-    apart = (plain.by_window - cached.by_window).abs().max().item()
-    apart_all = abs(plain.loss - cached.loss)
+    plain_loss, loss = (nats.mean(1).mean().item() for nats in (plain, cached))
+    apart, apart_all = largest_change(plain, cached), abs(plain_loss - loss)
     exact = kv_dtype in ('int8', str(model.dtype).removeprefix('torch.'))
     bound = AGREE
     if exact and 'int8' in (kv_dtype, row.weight_dtype):
@@ -86,25 +86,29 @@ def losses(model, row, windows, tokenizer) -> tuple[dict, torch.Tensor]:
             f'window differs by {apart:.1e} nats, the mean of all {len(windows)} by '
             f'{apart_all:.1e}; rounding explains {bound:.0e} per window')
     tokens, size = windows[:, 1:].numel(), evaluate.n_bytes(tokenizer, windows)
-    return {'val_loss': cached.loss, 'val_loss_forward': plain.loss,
+    return {'val_loss': loss, 'val_loss_forward': plain_loss,
             'cache_minus_forward_largest': apart,
-            'bits_per_byte': evaluate.bits_per_byte(cached.loss, tokens, size),
-            'perplexity': math.exp(cached.loss),
-            'loss_by_position': [round(x, 3) for x in cached.by_position.tolist()],
-            'loss_by_window': [round(x, 5) for x in cached.by_window.tolist()],
+            'bits_per_byte': evaluate.bits_per_byte(loss, tokens, size),
+            'perplexity': math.exp(loss),
+            'loss_by_position': [round(x, 3) for x in cached.mean(0).tolist()],
+            'loss_by_window': [round(x, 5) for x in cached.mean(1).tolist()],
             'kv_dtype': kv_dtype, 'windows': len(windows), 'tokens': tokens, 'bytes': size,
-            'chunks': [first, chunk]}, cached.nats
+            'chunks': [first, chunk]}, cached
 
 
 def effect_of_noise(model, plain, windows, batch: int) -> float:
-    """The largest change of a window's loss when gains change by NOISE. plain: the `Judgement` of
-    the model without noise."""
+    """The largest change of a window's loss when gains change by NOISE. plain: the losses (n, T)
+    of the model without noise."""
     twin, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in (p for p in twin.parameters() if p.dim() == 1):
             p.mul_(1 + NOISE * torch.randn(p.shape, generator=generator).to(p.device))
-    changed = judge(evaluate.forward(twin), windows, batch)
-    return (changed.by_window - plain.by_window).abs().max().item()
+    return largest_change(plain, judge(evaluate.forward(twin), windows, batch))
+
+
+def largest_change(a, b) -> float:
+    """The largest difference of a window's mean in the losses a and b (n, T)."""
+    return (a.mean(1) - b.mean(1)).abs().max().item()
 
 
 def training_figures(out_dir: Path, s) -> dict:

@@ -143,7 +143,7 @@ def recipe(programs: Programs) -> dict:
         path, output = programs.train(name, 'recipe')
         logged = [float(x) for x in re.findall(r'val loss ([\d.]+)', output)]
         windows = spread_windows(tokens, 64)
-        found[name] = {'val_loss': judge(forward(our_model(path)), windows).loss,
+        found[name] = {'val_loss': judge(forward(our_model(path)), windows).mean().item(),
                        'logged_val_losses': logged}
     return found
 
