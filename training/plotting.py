@@ -1,18 +1,17 @@
-"""Shared by all plots: matplotlib without a display, one style for light and dark pages, readable
-logarithmic axes, and names next to points and the ends of lines."""
+"""Shared by all plots: matplotlib without a display, one style, readable logarithmic axes, and
+names next to points and the ends of lines."""
 import contextlib
 import itertools
 
 from config.errors import UserError
 
-STYLE = {'font.size': 10, 'axes.grid': True, 'grid.linewidth': 0.6,
+STYLE = {'figure.facecolor': 'white', 'axes.facecolor': 'white',
+         'text.color': '#1f2328', 'axes.labelcolor': '#1f2328', 'axes.edgecolor': '#8c959f',
+         'xtick.color': '#57606a', 'ytick.color': '#57606a', 'grid.color': '#d0d7de',
+         'font.size': 10, 'axes.grid': True, 'grid.linewidth': 0.6,
          'axes.spines.top': False, 'axes.spines.right': False, 'legend.frameon': False,
          'legend.fontsize': 8.5, 'figure.dpi': 110, 'savefig.bbox': 'tight',
          'lines.linewidth': 1.6}
-PAGES = {  # text, background, edges, tick labels, grid
-    'light': ('#1f2328', 'white', '#8c959f', '#57606a', '#d0d7de'),
-    'dark': ('#e6edf3', '#0d1117', '#6e7681', '#9da7b1', '#30363d'),
-}
 COLOURS = [f'C{k}' for k in range(10) if k != 7]  # without matplotlib's grey
 
 
@@ -29,15 +28,11 @@ def pyplot(alternative: str = ''):
 
 
 @contextlib.contextmanager
-def subplots(*args, page: str = 'light', **kwargs):
+def subplots(**kwargs):
     """Like `pyplot.subplots`, in the shared style; yields (figure, axes) and closes the figure."""
     plt = pyplot()
-    text, background, edge, ticks, grid = PAGES[page]
-    colours = {'figure.facecolor': background, 'axes.facecolor': background, 'text.color': text,
-               'axes.labelcolor': text, 'axes.edgecolor': edge, 'xtick.color': ticks,
-               'ytick.color': ticks, 'grid.color': grid}
-    with plt.rc_context(STYLE | colours):
-        figure, axes = plt.subplots(*args, **kwargs)
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(**kwargs)
         try:
             yield figure, axes
         finally:
@@ -52,12 +47,12 @@ def save(figure, path, **kwargs) -> None:
         raise UserError(f'{path} cannot be written: {e}') from e
 
 
-def plain_log_ticks(axis, low, high, most=7, subs=(1, 2, 5)):
+def plain_log_ticks(axis, low, high, subs=(1, 2, 5)):
     """Label the x or y axis 2, 5, 10 rather than 2 x 10^0. If `high` is at most four times
-    `low`, use up to `most` evenly spaced ticks."""
+    `low`, use up to seven evenly spaced ticks."""
     from matplotlib import ticker
     narrow = high < 4 * low
-    axis.set_major_locator(ticker.MaxNLocator(most) if narrow else ticker.LogLocator(subs=subs))
+    axis.set_major_locator(ticker.MaxNLocator(7) if narrow else ticker.LogLocator(subs=subs))
     axis.set_major_formatter(lambda value, _: f'{value:,.10g}')
     axis.set_minor_locator(ticker.NullLocator())
 
@@ -79,9 +74,7 @@ def label_line_ends(axis, gap: float = 0.052, fontsize: float = 8.5):
         x, y = line.get_data()
         if len(x) and not line.get_label().startswith('_'):
             x_end, y_end = to_axes.transform((x[-1], y[-1]))
-            # axhline: x is in axes coordinates
-            is_axhline = line.get_transform() == axis.get_yaxis_transform()
-            ends.append((y_end, 1 if is_axhline else x_end, line))
+            ends.append((y_end, x_end, line))
     ends.sort(key=lambda end: end[0])
     places = [end[0] for end in ends]
     for _ in range(200):  # labels that are too close push each other away
@@ -96,7 +89,7 @@ def label_line_ends(axis, gap: float = 0.052, fontsize: float = 8.5):
                       fontsize=fontsize, va='center', color=line.get_color(), arrowprops=arrow)
 
 
-def name_points(axis, points, fontsize: float = 8):
+def name_points(axis, points):
     """Write names next to points (x, y, name, colour, far), the first ones first. A name that would
     cover another name or a point is moved up or down, with a line to its point, by at most `far`
     (in 1/72 inch); if there is no room it is omitted. Call it when the axes have their final limits
@@ -111,7 +104,7 @@ def name_points(axis, points, fontsize: float = 8):
         for side, up in sorted(places, key=lambda place: abs(place[1]) - 10 * abs(place[0])):
             shift = side * (8 + abs(up) / 4)
             label = axis.annotate(name, (x, y), (shift, up), textcoords='offset points',
-                                  ha=sides[side], va='center', fontsize=fontsize, color=colour)
+                                  ha=sides[side], va='center', fontsize=8, color=colour)
             box = label.get_window_extent(renderer).padded(1)
             inside = axis.bbox.x0 <= box.x0 and axis.bbox.y0 <= box.y0 <= box.y1 <= axis.bbox.y1
             if inside and box.x1 <= axis.figure.bbox.x1 and box.count_overlaps(taken) == 0:
