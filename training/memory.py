@@ -15,7 +15,6 @@ import os
 from unittest import mock
 
 import torch
-from rich.table import Table
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import configurator
@@ -26,7 +25,7 @@ from config.schema import MODEL
 from config.sizes import nice_bytes, parse_bytes
 from data.datasets import DATA_ROOT
 from data.tokenfiles import read_meta
-from kv.console import output, print_table
+from kv.console import output, print_table, table_of
 from model import GPT
 from training import native
 from training.device import autocast, pick_device
@@ -186,22 +185,14 @@ def print_memory_report(run, dtype: torch.dtype) -> None:
                                 optimizer=plans.optimizer, accumulate=plans.accumulate))
     except torch.OutOfMemoryError:  # the table has '-' there
         measured = {}
-    table = _table('', 'predicted', 'measured')
-    for part, name in PARTS.items():
-        sizes = getattr(plans.memory(policy), part), measured.get(part)
-        table.add_row(name, *map(_size, sizes))
+    predicted = vars(plans.memory(policy))
+    table = table_of(('', 'predicted', 'measured'), (
+        (name, _size(predicted[part]), _size(measured.get(part))) for part, name in PARTS.items()))
     eager = '; compiled, less' if s.compile else ''
     title = (f'Memory of a step: {s.batch_size} x {s.block_size:,} tokens, '
              f'recompute={policy!r}{eager}')
     print_table(console, table, title)
     print_table(console, _policy_table(plans.rows(), s.batch_size), '\nevery policy, predicted')
-
-
-def _table(*columns):
-    table = Table(box=None, pad_edge=False, header_style='bold')
-    for i, name in enumerate(columns):
-        table.add_column(name, justify='right' if i else 'left', no_wrap=True)
-    return table
 
 
 def _size(n):
@@ -210,16 +201,14 @@ def _size(n):
 
 def _policy_table(rows, batch_size):
     """Make a table of `Plans.rows`; with a budget also of the largest micro-batches."""
-    has_budget = 'largest_batch' in rows[0]
-    table = _table('recompute', 'activations', f'peak at {batch_size}', 'FLOPs',
-                   *(('largest', 'its peak') if has_budget else ()))
-    for row in rows:
-        cells = [row['policy'], _size(row['activations']), _size(row['peak']),
-                 f"+{row['recomputed']:.1%}"]
-        if has_budget:
-            cells += [f"{row['largest_batch']:,}", _size(row['largest_peak'])]
-        table.add_row(*cells)
-    return table
+    header = ['recompute', 'activations', f'peak at {batch_size}', 'FLOPs']
+    lines = [[row['policy'], _size(row['activations']), _size(row['peak']),
+              f"+{row['recomputed']:.1%}"] for row in rows]
+    if 'largest_batch' in rows[0]:
+        header += ['largest', 'its peak']
+        for row, line in zip(rows, lines):
+            line += [f"{row['largest_batch']:,}", _size(row['largest_peak'])]
+    return table_of(header, lines, left=('recompute',))
 
 
 def main(argv=None):

@@ -6,7 +6,7 @@ import contextlib
 import math
 import weakref
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from unittest import mock
 
 import torch
@@ -47,7 +47,7 @@ class Memory:
     loss_peak: the maximum that lm_head and the loss need in addition, until the gradient of
     lm_head's input is known. peak: the overall maximum, with parameters, gradients and optimizer
     state. offloaded: activations on the host. flops: for matmuls and attention, including
-    recomputation. device: the one whose kernels were tracked.
+    recomputation.
     """
     parameters: int
     gradients: int
@@ -58,10 +58,6 @@ class Memory:
     offloaded: int = 0
     flops: int = 0
     policy: str = 'none'
-    device: str = 'cpu'
-
-    def as_dict(self) -> dict:
-        return asdict(self)
 
 
 class StorageTracker(TorchDispatchMode):
@@ -208,8 +204,7 @@ def _track_step(model, batch, autocast, optimizer, accumulate):
     parameters, gradients, state = state_bytes(model, optimizer)
     peak = max(gradients, tracker.peak + gradients * accumulate)
     return Memory(parameters, gradients, state, activations, tracker.loss_peak,
-                  parameters + state + peak, on_host, tracker.flops, policy_of(model),
-                  str(model.device))
+                  parameters + state + peak, on_host, tracker.flops, policy_of(model))
 
 
 def _sdpa(q, k, v, window):

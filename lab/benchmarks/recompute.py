@@ -53,8 +53,8 @@ def memory_of(steps: TrainingSteps, policy: str) -> dict:
     """Bytes, as measured by `training.memory_use`; allocated_peak: a step's peak in bytes
     according to the CUDA allocator, None on other devices."""
     choose(steps, policy)
-    memory = measure_memory(steps.model, steps.batch, autocast=steps.autocast,
-                            optimizer=steps.optimizer).as_dict()
+    memory = vars(measure_memory(steps.model, steps.batch, autocast=steps.autocast,
+                                 optimizer=steps.optimizer))
     if steps.device.type != 'cuda':
         return memory | {'allocated_peak': None}
     torch.cuda.reset_peak_memory_stats(steps.device)

@@ -216,7 +216,8 @@ def test_gradients_that_accumulate_and_the_two_of_a_tied_embedding():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason='there is CUDA')
 def test_cuda_is_planned_for_without_cuda():
-    assert planned(GPTConfig(**BASE), device='cuda').memory('none').device == 'cpu'
+    plans = planned(GPTConfig(**BASE), device='cuda')
+    assert plans.device.type == 'cpu' and plans.memory('none').peak > 0
 
 
 # -- the largest batch
