@@ -275,38 +275,24 @@ def shard_files(problem: str):
         raise UserError(f'{problem}: {" ".join(str(e).split())[:300]}') from e
 
 
-def split_tensors(model: dict, optimizer: dict) -> tuple[dict, dict]:
-    """Return the tensors of {parameter: tensor} and of an optimizer's `state_dict`, by their names
-    in the shards; and the rest of the `state_dict`: its groups and step counts."""
-    tensors, rest = {f'model.{name}': x for name, x in model.items()}, {}
-    for i, state in optimizer['state'].items():
-        moments = [name for name, x in state.items() if torch.is_tensor(x) and x.dim()]
-        tensors |= {f'optimizer.{i}.{name}': state[name] for name in moments}
-        rest[i] = {name: x for name, x in state.items() if name not in moments}
-    return tensors, {**optimizer, 'state': rest}
-
-
-def merge_moments(optimizer: dict, tensors: dict) -> dict:
-    """Undo `split_tensors` for the optimizer's `state_dict`."""
-    state = {i: dict(values) for i, values in optimizer['state'].items()}
-    for key, x in tensors.items():
-        if match := MOMENT.fullmatch(key):
-            state.setdefault(int(match[1]), {})[match[2]] = x
-    return {**optimizer, 'state': state}
-
-
 def shards_name(run: str, iteration: int) -> str:
     """Return a new name for the folder of a checkpoint's shards."""
     return f'{SHARDS}{run[:8]}_{iteration:07d}_{uuid.uuid4().hex[:8]}'
 
 
-def write_shards(folder: Path, tensors: dict, group=None) -> dict:
-    """Write the tensors into the new `folder`, which all processes of `group` can access;
-    without a group only this process writes. Returns the value of the checkpoint's key 'shards'.
+def write_shards(folder: Path, model: dict, optimizer: dict, group=None) -> dict:
+    """Write {parameter: tensor} and the moments in an optimizer's `state_dict` into the new
+    `folder`, which all processes of `group` can access; without a group only this process writes.
+    Returns the checkpoint's keys 'model', 'optimizer' (groups and step counts) and 'shards'.
 
     Raises:
         UserError: if the folder cannot be written.
     """
+    tensors, rest = {f'model.{name}': x for name, x in model.items()}, {}
+    for i, state in optimizer['state'].items():
+        moments = [name for name, x in state.items() if torch.is_tensor(x) and x.dim()]
+        tensors |= {f'optimizer.{i}.{name}': state[name] for name in moments}
+        rest[i] = {name: x for name, x in state.items() if name not in moments}
     try:
         with shard_files(f'cannot write checkpoint {folder}') as dcp:
             writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
@@ -315,15 +301,20 @@ def write_shards(folder: Path, tensors: dict, group=None) -> dict:
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    return {'folder': folder.name, 'files': files}
+    return {'model': {}, 'optimizer': {**optimizer, 'state': rest},
+            'shards': {'folder': folder.name, 'files': files}}
 
 
-def shard_metadata(path: Path, shards: dict) -> dict:
-    """Return {name: size and dtype} of the tensors in the shards of the checkpoint at `path`.
+def read_shards(path: Path, checkpoint: dict, into=None, group=None) -> dict:
+    """Read the shards of the checkpoint at `path`: the moments into its optimizer, in place.
 
+    into: names -> {name: tensor to read into}, by all processes of `group` (a DTensor takes its
+        own part); None = this process reads all tensors in full.
+    Returns {name: tensor}.
     Raises:
-        UserError: if a file is missing, damaged or of the wrong size.
+        UserError: if a file or a tensor is missing, damaged or of the wrong size.
     """
+    shards, problem = checkpoint.pop('shards'), f'checkpoint {path}: its shards'
     folder = path.parent / shards['folder']
     for name, size in shards['files'].items():
         file = folder / name
@@ -333,43 +324,35 @@ def shard_metadata(path: Path, shards: dict) -> dict:
                             f'{size:,} bytes')
     if odd := [file for file in folder.glob('*.safetensors') if not file.is_file()]:
         raise UserError(f'checkpoint {path}: its shard {odd[0]} is not a regular file')
-    with shard_files(f'checkpoint {path}: its shards in {folder} cannot be read') as dcp:
-        return dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-
-
-def read_shards(path: Path, shards: dict, tensors: dict | None = None, group=None) -> dict:
-    """Read the tensors in the shards of the checkpoint at `path`.
-
-    tensors: name -> tensor to read into, by all processes of `group` (a DTensor takes its own
-        part); None = this process reads all tensors in full.
-    Raises:
-        UserError: if a file or a tensor is missing, damaged or of the wrong size.
-    """
-    known, folder = shard_metadata(path, shards), path.parent / shards['folder']
-    if tensors is None:
+    with shard_files(f'{problem} in {folder} cannot be read') as dcp:
+        reader = dcp.HuggingFaceStorageReader(str(folder))
+        known = reader.read_metadata().state_dict_metadata
+    if into:
+        tensors = into(known)
+    else:
         named = sum(x.size.numel() * x.properties.dtype.itemsize for x in known.values())
         if named > sum(shards['files'].values()):
-            raise UserError(f'checkpoint {path}: its shards in {folder} name tensors that are '
-                            'larger than the files')
+            raise UserError(f'{problem} in {folder} name tensors that are larger than the files')
         tensors = {key: torch.empty(x.size, dtype=x.properties.dtype) for key, x in known.items()}
     for key, x in tensors.items():
         if key not in known or known[key].size != x.shape:
             has = tuple(known[key].size) if key in known else 'missing'
             raise UserError(f'checkpoint {path}: {key} is {has} in its shards, and should be '
                             f'{tuple(x.shape)}')
-    with shard_files(f'checkpoint {path}: its shards in {folder} cannot be read') as dcp:
-        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)),
-                 process_group=group, no_dist=group is None)
+    with shard_files(f'{problem} in {folder} cannot be read') as dcp:
+        dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
+    for key, x in tensors.items():
+        if match := MOMENT.fullmatch(key):
+            checkpoint['optimizer']['state'].setdefault(int(match[1]), {})[match[2]] = x
     return tensors
 
 
 def fill_from_shards(path: Path, checkpoint: dict) -> None:
     """Read the shards of the checkpoint at `path` into it, in place."""
-    tensors = read_shards(path, checkpoint.pop('shards'))
-    checkpoint['model'] = {key.removeprefix('model.'): x for key, x in tensors.items()
-                           if key.startswith('model.')}
-    checkpoint['model'][HEAD] = checkpoint['model'][EMBEDDING]  # tied
-    checkpoint['optimizer'] = merge_moments(checkpoint['optimizer'], tensors)
+    weights = {key.removeprefix('model.'): x for key, x in read_shards(path, checkpoint).items()
+               if key.startswith('model.')}
+    weights[HEAD] = weights[EMBEDDING]  # tied
+    checkpoint['model'] = weights
 
 
 def delete_unused_shards(folder: Path, run: str) -> None:

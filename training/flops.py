@@ -5,12 +5,11 @@ Notation: N parameters, L layers, H query heads, Hkv key/value heads, D head_dim
 F mlp_hidden, V vocab_size, T sequence length, W window_size. A multiply-add is two FLOPs.
 """
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from config.errors import UserError
-from config.gpt_config import GPTConfig
 
 A100_BF16_FLOPS = 312e12
 
@@ -27,8 +26,7 @@ def estimate_mfu(model, fwdbwd_per_iter: int, dt: float) -> float:
     return per_token * c.block_size * fwdbwd_per_iter / dt / A100_BF16_FLOPS
 
 
-@dataclass(frozen=True)
-class FlopsPerToken:
+class FlopsPerToken(NamedTuple):
     """Forward and backward FLOPs per token; see `flops_per_token`."""
     weights: float
     attention: float
@@ -38,7 +36,7 @@ class FlopsPerToken:
         return self.weights + self.attention
 
 
-def flops_per_token(config_or_model, T: int = 0) -> FlopsPerToken:
+def flops_per_token(model, T: int = 0) -> FlopsPerToken:
     """Return model FLOPs per token, forward and backward, averaged over the positions of a sequence
     of T tokens (0 = block_size).
 
@@ -61,11 +59,6 @@ def flops_per_token(config_or_model, T: int = 0) -> FlopsPerToken:
     Raises:
         UserError (a ValueError): if T is below 1 or exceeds the learned positions.
     """
-    model = config_or_model
-    if isinstance(model, GPTConfig):
-        from model import GPT
-        with torch.device('meta'):
-            model = GPT(model)
     c, plan = model.config, model.plan
     T = T or c.block_size
     if T < 1 or (T > c.block_size and c.pos_embedding == 'learned'):
@@ -117,16 +110,9 @@ PEAKS = (
 OTHER_CHIP = r'\bMIG\b|\bLaptop\b|\bMax-Q\b|\bTi\b|\bD\b'
 
 
-def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the device's peak dense TFLOP/s for matmuls in `dtype`; float32 means TF32 if torch
-    may use that. None if unknown, as for every CPU."""
-    if device.type != 'cuda':
-        return None
-    return named_peak(torch.cuda.get_device_name(device), dtype)
-
-
-def named_peak(name: str, dtype: torch.dtype) -> float | None:
-    """Like `peak_tflops`, but for a name as returned by torch.cuda.get_device_name."""
+def peak_tflops(name: str, dtype: torch.dtype) -> float | None:
+    """Return the peak dense TFLOP/s for matmuls in `dtype` of a device with this name, as returned
+    by torch.cuda.get_device_name; float32 means TF32 if torch may use that. None if unknown."""
     if re.search(OTHER_CHIP, name):
         return None
     rates = next((rates for chip, rates in PEAKS if re.search(rf'\b({chip})\b', name)), {})

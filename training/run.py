@@ -194,8 +194,8 @@ class Run:
 
     def _resume(self, saved):
         """Restore optimizer, scaler, counters and generators; returns the next batch."""
-        if 'shards' in saved:
-            self._read_shards(saved)
+        if 'shards' in saved:  # read this process's part of them
+            ckpt.read_shards(self.origin, saved, self._destinations, self.ranks.control)
         with ckpt.restoring(self.origin, 'optimizer'):
             kind = saved['config'].get('optimizer', 'adamw')
             if saved['optimizer']['state'] and kind != self.s.optimizer:
@@ -230,28 +230,23 @@ class Run:
         with ckpt.restoring(self.origin, 'data_rng'):
             return self.batches.resume(saved['data_rng'])
 
-    def _read_shards(self, saved):
-        """Read this process's part of the weights into the model, of the moments into `saved`."""
-        shards = saved['shards']
+    def _destinations(self, names):
+        """Return tensors to read shards into: the model's parameters, and new ones for moments."""
         params = [p.detach() for group in self.optimizer.param_groups for p in group['params']]
         tensors = {f'model.{name}': p.detach() for name, p in self.model.named_parameters()}
-        for key in ckpt.shard_metadata(self.origin, shards):
-            match = ckpt.MOMENT.fullmatch(key)
-            if match and int(match[1]) < len(params):
-                tensors[key] = torch.zeros_like(params[int(match[1])])
-        ckpt.read_shards(self.origin, shards, tensors, self.ranks.control)
-        saved['optimizer'] = ckpt.merge_moments(saved['optimizer'], tensors)
+        for match in filter(None, map(ckpt.MOMENT.fullmatch, names)):
+            if int(match[1]) < len(params):
+                tensors[match[0]] = torch.zeros_like(params[int(match[1])])
+        return tensors
 
     def _tensors(self):
         """Return a checkpoint's weights and optimizer, as tensors or as newly written shards."""
         if not self.sharded:
             return {'model': self.model.state_dict(), 'optimizer': optimizer_state(self.optimizer)}
-        tensors, optimizer = ckpt.split_tensors(dict(self.model.named_parameters()),
-                                                self.optimizer.state_dict())
         # rank 0's run id is the one that is saved
         name = self.ranks.gather(ckpt.shards_name(self.manager.run, self.iter_num))[0]
-        shards = ckpt.write_shards(self.out_dir / name, tensors, self.ranks.control)
-        return {'model': {}, 'optimizer': optimizer, 'shards': shards}
+        return ckpt.write_shards(self.out_dir / name, dict(self.model.named_parameters()),
+                                 self.optimizer.state_dict(), self.ranks.control)
 
     def save(self, best: bool, say=print):
         """Write ckpt.pt from rank 0. All ranks must call it, since each has its own generators.
@@ -341,7 +336,8 @@ class Run:
         """
         n = self.s.batch_size * self.s.gradient_accumulation_steps
         tflops = achieved(self.model, n, seconds)
-        peak, memory = peak_tflops(self.device, self.dtype), memory_use(self.device)
+        device = torch.cuda.get_device_name(self.device) if self.device.type == 'cuda' else ''
+        peak, memory = peak_tflops(device, self.dtype), memory_use(self.device)
         share = memory.peak / memory.total if memory.peak and memory.total else None
         row = dict(grad_norm=updates.grad_norm, loss_scale=updates.loss_scale,
                    skipped=updates.skipped, model_tflops_per_second=tflops,

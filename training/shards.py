@@ -25,12 +25,10 @@ def main(argv=None):
         raise UserError(f'{args.target} is there already')
     checkpoint = ckpt.load_checkpoint(args.source)
     if args.to == 'shards':
-        model = checkpoint['model']
-        model.pop('lm_head.weight', None)
-        tensors, optimizer = ckpt.split_tensors(model, checkpoint['optimizer'])
+        checkpoint['model'].pop(ckpt.HEAD, None)  # the embedding
         name = ckpt.shards_name(checkpoint.get('run', 'whole'), checkpoint['iter_num'])
-        shards = ckpt.write_shards(args.target.parent / name, tensors)
-        checkpoint |= {'model': {}, 'optimizer': optimizer, 'shards': shards}
+        checkpoint |= ckpt.write_shards(args.target.parent / name, checkpoint['model'],
+                                        checkpoint['optimizer'])
     ckpt.save_checkpoint(args.target, checkpoint)
     print(f'{args.target} is written ({args.to})')
 

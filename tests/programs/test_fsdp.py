@@ -138,7 +138,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_no_shards(tmp_path, monkeypa
         raise error
     monkeypatch.setattr('torch.distributed.checkpoint.save', save)
     with pytest.raises(UserError, match='cannot write checkpoint'):
-        checkpoint.write_shards(tmp_path / 'part', {'x': torch.zeros(3)})
+        checkpoint.write_shards(tmp_path / 'part', {'x': torch.zeros(3)}, {'state': {}})
     assert not (tmp_path / 'part').exists()
 
 

@@ -13,7 +13,6 @@ from training.flops import (
     estimate_mfu,
     flops_per_token,
     mean_keys,
-    named_peak,
     peak_tflops,
 )
 
@@ -27,7 +26,7 @@ def test_grouped_heads_windows_and_readers_by_hand():
                        layer_pattern='LLGG', kv_share='AABB', window_size=2,
                        pos_embedding='learned')
     owner, reader, rest = 5 * (4 + 2 * 2) * 3, 5 * 4 * 3, 4 * 3 * 5 + 2 * 5 * 9
-    flops = flops_per_token(config)
+    flops = flops_per_token(GPT(config))
     assert flops.weights == 6 * (2 * owner + 2 * reader + 4 * rest + 7 * 5)
     keys = 2 * (1 + 2 + 2 + 2) / 4 + 2 * (1 + 2 + 3 + 4) / 4
     assert flops.attention == 12 * 4 * 3 * keys
@@ -80,8 +79,8 @@ def test_lengths_that_cannot_be(T):
     ('NVIDIA GeForce RTX 3090 Ti', 'bfloat16', None), ('Some GPU', 'float32', None)])
 def test_peaks_of_devices_by_their_names(name, dtype, tflops, monkeypatch):
     monkeypatch.setattr(torch, 'get_float32_matmul_precision', lambda: 'high')
-    assert named_peak(name, getattr(torch, dtype)) == tflops
-    assert named_peak('NVIDIA A100 80GB PCIe', torch.float32) == 156.0
+    assert peak_tflops(name, getattr(torch, dtype)) == tflops
+    assert peak_tflops('NVIDIA A100 80GB PCIe', torch.float32) == 156.0
     monkeypatch.setattr(torch, 'get_float32_matmul_precision', lambda: 'highest')  # no TF32
-    assert named_peak('NVIDIA A100 80GB PCIe', torch.float32) == 19.5
-    assert peak_tflops(torch.device('cpu'), torch.float32) is None
+    assert peak_tflops('NVIDIA A100 80GB PCIe', torch.float32) == 19.5
+    assert peak_tflops('', torch.float32) is None
