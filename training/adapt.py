@@ -41,7 +41,7 @@ def keep_trained(s, config: GPTConfig) -> None:
     if typed := [name for name in names if s.given[name] == COMMAND_LINE]:
         asked = ', '.join(f'{s.asked(name)} (it has {getattr(config, name)!r})' for name in typed)
         raise UserError(f'the model is trained, and this program cannot change it: {asked}; '
-                        f'leave {_them(typed)} out')
+                        f'leave that out')
     if names:
         kept = ', '.join(f'{name} = {getattr(config, name)!r} (not {getattr(s, name)!r})'
                          for name in names)
@@ -66,7 +66,7 @@ def adapted_config(old: GPTConfig, wanted: dict, asked) -> GPTConfig:
         listed = ', '.join(f'{asked(name)} (trained with {getattr(old, name)!r})'
                            for name in fixed)
         pooled = POOLED * any(name in CONVERTED for name in fixed)
-        problems.append(f'the weights cannot change to {listed}: leave {_them(fixed)} out, '
+        problems.append(f'the weights cannot change to {listed}: leave that out, '
                         f'{pooled}or train from scratch '
                         f'(can be changed: block_size, pos_embedding to rope, {", ".join(FREE)})')
     learned = old.pos_embedding == 'learned' and 'pos_embedding' not in changes
@@ -99,19 +99,11 @@ def check_forms(before: KVPlan, after: KVPlan) -> None:
                             'kv_tied, kv_latent or key_offset differ between the two')
 
 
-def _them(names: list) -> str:
-    return 'it' if len(names) == 1 else 'them'
-
-
 def _differs(config: GPTConfig, name: str, value) -> bool:
-    return _resolve(config, name, value) != _resolve(config, name, getattr(config, name))
-
-
-def _resolve(config: GPTConfig, name: str, value):
-    """Return `value`, or the default that it stands for if it is 0."""
     defaults = {'n_kv_head': config.n_head, 'head_dim': config.n_embd // config.n_head,
-                'mlp_hidden': 4 * config.n_embd}
-    return value or defaults.get(name, value)
+                'mlp_hidden': 4 * config.n_embd}  # what 0 stands for
+    old = getattr(config, name)
+    return (value or defaults.get(name, value)) != (old or defaults.get(name, old))
 
 
 def adapt(saved: dict, old: GPTConfig, new: GPTConfig, origin) -> None:

@@ -215,11 +215,9 @@ class Run:
             self.holds_best, self.saved_at = bool(saved.get('holds_best', True)), self.iter_num
             self.manager.resume(self.origin, saved)
         with ckpt.restoring(self.origin, 'rng'):  # nanoGPT saves neither rng nor data_rng
-            states = saved.get('rng', [])
-            if type(states) is not list:
-                raise TypeError(f'{type(states).__name__}, not a list')
-            if self.ranks.rank < len(states):
-                ckpt.set_rng_state(states[self.ranks.rank])
+            rank = self.ranks.rank  # there may be more processes than before
+            for state in saved.get('rng', [])[rank:rank + 1]:
+                ckpt.set_rng_state(state)
         if 'data_rng' not in saved:
             return self.batches.next()
         order = saved['config'].get('data_order', 'random')
