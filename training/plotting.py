@@ -69,23 +69,19 @@ def label_line_ends(axis, gap: float = 0.052, fontsize: float = 8.5):
     """Write each line's label next to its end, at least `gap` of the axis height apart."""
     axis.autoscale_view()
     to_axes = axis.transData + axis.transAxes.inverted()
-    ends = []
-    for line in axis.lines:
-        x, y = line.get_data()
-        if len(x) and not line.get_label().startswith('_'):
-            x_end, y_end = to_axes.transform((x[-1], y[-1]))
-            ends.append((y_end, x_end, line))
-    ends.sort(key=lambda end: end[0])
-    places = [end[0] for end in ends]
+    ends = [(line.get_xydata()[-1], line) for line in axis.lines
+            if len(line.get_xydata()) and not line.get_label().startswith('_')]
+    ends.sort(key=lambda end: end[0][1])
+    places = [to_axes.transform(end)[1] for end, _ in ends]
     for _ in range(200):  # labels that are too close push each other away
         for k in range(len(places) - 1):
             lack = gap - (places[k + 1] - places[k])
             if lack > 1e-4:
                 places[k] -= lack / 2
                 places[k + 1] += lack / 2
-    for place, (y, x, line) in zip(places, ends):
+    for place, (end, line) in zip(places, ends):
         arrow = dict(arrowstyle='-', color=line.get_color(), lw=0.6, shrinkA=1, shrinkB=3)
-        axis.annotate(line.get_label(), (x, y), (1.05, place), xycoords='axes fraction',
+        axis.annotate(line.get_label(), end, (1.05, place), textcoords='axes fraction',
                       fontsize=fontsize, va='center', color=line.get_color(), arrowprops=arrow)
 
 

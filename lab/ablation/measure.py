@@ -74,8 +74,9 @@ def losses(model, row, windows, tokenizer) -> tuple[dict, torch.Tensor]:
     plain_model = evaluate.with_rounding(model, True) if kv_dtype == 'int8' else model
     plain = judge(evaluate.forward(plain_model), windows, batch)
     cached = judge(through_cache(model, kv_dtype, first, chunk), windows, batch)
-    plain_loss, loss = (nats.mean(1).mean().item() for nats in (plain, cached))
-    apart, apart_all = largest_change(plain, cached), abs(plain_loss - loss)
+    apart = (plain - cached).mean(1).abs().max().item()
+    plain_loss, loss = plain.mean().item(), cached.mean().item()
+    apart_all = abs(plain_loss - loss)
     exact = kv_dtype in ('int8', str(model.dtype).removeprefix('torch.'))
     bound = AGREE
     if exact and 'int8' in (kv_dtype, row.weight_dtype):
@@ -103,12 +104,8 @@ def effect_of_noise(model, plain, windows, batch: int) -> float:
     with torch.no_grad():
         for p in (p for p in twin.parameters() if p.dim() == 1):
             p.mul_(1 + NOISE * torch.randn(p.shape, generator=generator).to(p.device))
-    return largest_change(plain, judge(evaluate.forward(twin), windows, batch))
-
-
-def largest_change(a, b) -> float:
-    """The largest difference of a window's mean in the losses a and b (n, T)."""
-    return (a.mean(1) - b.mean(1)).abs().max().item()
+    changed = judge(evaluate.forward(twin), windows, batch)
+    return (changed - plain).mean(1).abs().max().item()
 
 
 def training_figures(out_dir: Path, s) -> dict:
