@@ -23,18 +23,18 @@ CORE_TOKENS = 15_500
 # The largest number of lines of Python in each room. A change that makes a room smaller lowers its
 # number. These are the sizes of today; the aim is 24,000 lines without tests, 22,500 of tests.
 BUDGETS = {
-    'train.py sample.py chat.py serve.py ablate.py bench.py': 1_029,
-    'lab/': 6_442,
+    'train.py sample.py chat.py serve.py ablate.py bench.py': 1_026,
+    'lab/': 6_499,
     'serving/': 1_472,
     'interop/': 1_809,
-    'training/': 4_290,
+    'training/': 4_198,
     'extension/': 91,
     'engine/': 5_113,
     'attention/kernels/': 818,
     'kv/': 1_282,  # without the core
-    'data/': 2_637,
-    'config/ configurator.py': 2_000,
-    'tests/': 27_333,
+    'data/': 2_608,
+    'config/ configurator.py': 1_983,
+    'tests/': 27_445,
 }
 house = pytest.mark.house
 

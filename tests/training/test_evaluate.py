@@ -53,7 +53,8 @@ def test_through_the_cache_is_the_forward_pass(tiny):
         assert torch.allclose(a.mean(1), b.mean(1), atol=1e-5)
         assert torch.allclose(a.mean(0), b.mean(0), atol=1e-5)
     with torch.no_grad():
-        assert a.mean().item() == pytest.approx(model(windows[:, :-1], windows[:, 1:])[1].item(), abs=1e-5)
+        loss = model(windows[:, :-1], windows[:, 1:])[1].item()
+        assert a.mean().item() == pytest.approx(loss, abs=1e-5)
         logits = model(windows[:, :-1], all_logits=True)[0].double().log_softmax(-1)
     expected = -logits.gather(2, windows[:, 1:, None])[..., 0].mean(0)
     assert torch.allclose(a.mean(0), expected.double(), atol=1e-9)
