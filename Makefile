@@ -59,7 +59,7 @@ kv: $(VENV)/.installed-test  ## the KV bytes of GPT-2's shape, numbers and pictu
 	done
 	$(BIN)/python -m kv config/train_gpt2_mqa_local.py --svg=results/kv/plan.svg > /dev/null
 	$(BIN)/python -m lab.kv_picture
-	$(BIN)/python -m lab.kv_animation config/train_mqa_local.py
+	$(BIN)/python -m lab.kv_animation
 
 held-out.txt: data
 	$(BIN)/python -c "import numpy; from data.datasets import DATA_ROOT; \

@@ -1,9 +1,8 @@
-"""Animate the KV cache of a model as SVG: its slots while a text is read and continued, and its
+"""Animate the KV cache of the demo as SVG: its slots while a text is read and continued, and its
 bytes beside those of vanilla GPT-2.
 
-    python -m lab.kv_animation config/train_mqa_local.py     # writes results/kv/animation.svg
+    python -m lab.kv_animation     # writes results/kv/animation.svg
 """
-import sys
 from pathlib import Path
 
 import configurator
@@ -13,7 +12,7 @@ from config.sizes import nice_bytes
 from kv.plan import GLOBAL, KVPlan, Slot, plan_kv
 from kv.svg import DARK, LIGHT, bar, text
 
-FILE = Path(__file__).resolve().parents[1] / 'results/kv/animation.svg'
+ROOT = Path(__file__).resolve().parents[1]
 PROMPT, TOKENS = 24, 72       # tokens of the text that is read at once, and at the end
 TOKEN_SECONDS, PAUSE = 0.3, 4
 SECONDS = TOKEN_SECONDS * (TOKENS - PROMPT) + PAUSE
@@ -110,18 +109,18 @@ def animation(plan: KVPlan, kv_dtype: str = 'float32') -> str:
     still = '@media (prefers-reduced-motion: reduce) { * { animation: none !important } }'
     return '\n'.join([
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">',
-        f'<title>KV cache while {TOKENS - PROMPT} tokens are generated</title>',
+        f'<title>KV cache in {kv_dtype} while {TOKENS - PROMPT} tokens are generated</title>',
         f'<style>\n{STYLE.format(**LIGHT)}{dark}', *styles, f'{still}\n</style>', *elements,
         '</svg>\n'])
 
 
-def main(argv=None):
-    argv = sys.argv[1:] if argv is None else argv
-    s = configurator.parse('kv', argv, usage=__doc__, echo=False)
-    given = {key.name: getattr(s, key.name) for key in MODEL if key.name in s.given}
-    FILE.write_text(animation(plan_kv(GPTConfig(**given))), encoding='utf-8')
-    print(f'wrote {FILE}')
+def main():
+    s = configurator.parse('kv', [str(ROOT / 'config/train_mqa_local.py')], echo=False)
+    plan = plan_kv(GPTConfig(**{key.name: getattr(s, key.name) for key in MODEL}))
+    file = ROOT / 'results/kv/animation.svg'
+    file.write_text(animation(plan), encoding='utf-8')
+    print(f'wrote {file}')
 
 
 if __name__ == '__main__':
-    configurator.run_program(main)
+    main()

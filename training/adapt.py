@@ -41,7 +41,7 @@ def keep_trained(s, config: GPTConfig) -> None:
     if typed := [name for name in names if s.given[name] == COMMAND_LINE]:
         asked = ', '.join(f'{s.asked(name)} (it has {getattr(config, name)!r})' for name in typed)
         raise UserError(f'the model is trained, and this program cannot change it: {asked}; '
-                        f'leave that out')
+                        f'leave out {", ".join(typed)}')
     if names:
         kept = ', '.join(f'{name} = {getattr(config, name)!r} (not {getattr(s, name)!r})'
                          for name in names)
@@ -66,7 +66,7 @@ def adapted_config(old: GPTConfig, wanted: dict, asked) -> GPTConfig:
         listed = ', '.join(f'{asked(name)} (trained with {getattr(old, name)!r})'
                            for name in fixed)
         pooled = POOLED * any(name in CONVERTED for name in fixed)
-        problems.append(f'the weights cannot change to {listed}: leave that out, '
+        problems.append(f'the weights cannot change to {listed}: leave out {", ".join(fixed)}, '
                         f'{pooled}or train from scratch '
                         f'(can be changed: block_size, pos_embedding to rope, {", ".join(FREE)})')
     learned = old.pos_embedding == 'learned' and 'pos_embedding' not in changes
