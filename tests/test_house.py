@@ -34,7 +34,7 @@ BUDGETS = {
     'kv/': 1_282,  # without the core
     'data/': 2_608,
     'config/ configurator.py': 1_983,
-    'tests/': 27_445,
+    'tests/': 27_446,
 }
 house = pytest.mark.house
 

@@ -72,6 +72,7 @@ def test_muon_in_float32_does_what_torchs_does_but_for_its_rounding(monkeypatch)
     optimizers = [make_optimizer(model, settings(dtype=dtype), 'cpu')
                   for model, dtype in zip(models, ('auto', 'float32'))]
     assert [type(each.parts[0]) for each in optimizers] == [optim.BatchedMuon, torch.optim.Muon]
+    assert [each.param_groups[-1]['fused'] for each in optimizers] == [True, None]
     for seed in range(3):
         for model, optimizer in zip(models, optimizers):
             step(model, optimizer, seed)
