@@ -84,7 +84,7 @@ class _Chunked(torch.autograd.Function):
                     grad_w.addmm_(d.t(), xc)
                 else:
                     for word in range(0, len(w), words):
-                        grad_w[word:word + words] += d[:, word:word + words].t() @ xc
+                        grad_w[word:word + words].add_(d[:, word:word + words].t() @ xc)
             del d  # free it before the next chunk
         if differentiated:
             ctx.save_for_backward(grad_x.div_(n).to(x.dtype), grad_w.div_(n).to(weight.dtype))
