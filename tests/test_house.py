@@ -27,14 +27,14 @@ BUDGETS = {
     'lab/': 6_499,
     'serving/': 1_472,
     'interop/': 1_809,
-    'training/': 4_198,
+    'training/': 4_277,
     'extension/': 91,
     'engine/': 5_113,
     'attention/kernels/': 818,
     'kv/': 1_282,  # without the core
     'data/': 2_608,
     'config/ configurator.py': 1_983,
-    'tests/': 27_446,
+    'tests/': 27_503,
 }
 house = pytest.mark.house
 

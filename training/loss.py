@@ -11,6 +11,7 @@ from model import cross_entropy
 
 # bytes of float32 logits in memory at a time
 CHUNK_BYTES = {'cpu': 32 * 2 ** 20, 'cuda': 128 * 2 ** 20}
+HALF_ROWS = 4  # times as many tokens per chunk if logits stay in half precision
 WORDS = 4096  # of the vocabulary, whose gradients a CPU computes at a time in half precision
 MOST_COMPILED = 8  # chunks in a compiled model, whose graph contains all of them
 
@@ -37,13 +38,15 @@ def softmax_gradients(logits, targets, ignore_index: int, differentiated: bool):
 
 
 def linear_cross_entropy(x, weight, targets, ignore_index: int = -1,
-                         gradients=softmax_gradients) -> torch.Tensor:
+                         gradients=softmax_gradients, add=torch.Tensor.add_) -> torch.Tensor:
     """Return the mean cross-entropy of the logits `x @ weight.T`, in float32 even under autocast.
 
     Args:
         x: (N, C). weight: (V, C). targets: (N,) int64; targets equal to `ignore_index` are ignored
             (NaN if all are).
-        gradients: a faster `softmax_gradients`, which is then used for any number of tokens.
+        gradients: a faster `softmax_gradients`, which is then used for any number of tokens, and
+            in half precision for more of them at a time.
+        add: a faster addition in place of half to full precision.
     Raises:
         RuntimeError: if it is backpropagated a second time.
     """
@@ -54,15 +57,19 @@ def linear_cross_entropy(x, weight, targets, ignore_index: int = -1,
     if x.size(0) <= rows and gradients is softmax_gradients:
         return cross_entropy(F.linear(x, weight), targets, ignore_index)
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    if gradients is not softmax_gradients and dtype != torch.float32:
+        # the weights are read once for each chunk, which takes a share of the time of its matmuls
+        n_chunks = -(-x.size(0) // (HALF_ROWS * rows))
+        rows = -(-x.size(0) // n_chunks)
     with torch.autocast(device, enabled=False):
         return _Chunked.apply(x, weight, targets, ignore_index, rows, dtype,
-                              torch.is_grad_enabled(), gradients)
+                              torch.is_grad_enabled(), gradients, add)
 
 
 class _Chunked(torch.autograd.Function):
 
     @staticmethod
-    def forward(ctx, x, weight, targets, ignore_index, rows, dtype, differentiated, gradients):
+    def forward(ctx, x, weight, targets, ignore_index, rows, dtype, differentiated, gradients, add):
         w, n = weight.to(dtype), (targets != ignore_index).sum()
         # at least float32 whatever the matmuls use, because chunks are accumulated
         full = torch.promote_types(weight.dtype, torch.float32)
@@ -71,11 +78,17 @@ class _Chunked(torch.autograd.Function):
         words = WORDS if x.is_cpu and not torch.compiler.is_compiling() else len(w)
         if differentiated:
             grad_x, grad_w = torch.empty_like(x, dtype=full), torch.zeros_like(weight, dtype=full)
+        # the same memory for all chunks, because the system clears new memory
+        in_place = gradients is not softmax_gradients and not torch.compiler.is_compiling()
+        memory = x.new_empty(rows, len(w), dtype=dtype) if in_place else None
         for first in range(0, x.size(0), rows):
             chunk = slice(first, first + rows)
             xc = x[chunk].to(dtype)
+            if in_place:
+                torch.mm(xc, w.t(), out=memory[:len(xc)])
             # of logits (rows, V), which become their gradients in place
-            loss, d = gradients(F.linear(xc, w), targets[chunk], ignore_index, differentiated)
+            loss, d = gradients(memory[:len(xc)] if in_place else F.linear(xc, w), targets[chunk],
+                                ignore_index, differentiated)
             total += loss
             if differentiated:
                 d = d.to(dtype)  # without the factor 1 / n, which would underflow in float16
@@ -84,7 +97,7 @@ class _Chunked(torch.autograd.Function):
                     grad_w.addmm_(d.t(), xc)
                 else:
                     for word in range(0, len(w), words):
-                        grad_w[word:word + words].add_(d[:, word:word + words].t() @ xc)
+                        add(grad_w[word:word + words], d[:, word:word + words].t() @ xc)
             del d  # free it before the next chunk
         if differentiated:
             ctx.save_for_backward(grad_x.div_(n).to(x.dtype), grad_w.div_(n).to(weight.dtype))
@@ -94,4 +107,4 @@ class _Chunked(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         grad_x, grad_w = ctx.saved_tensors
-        return grad_x.mul_(grad), grad_w.mul_(grad), None, None, None, None, None, None
+        return grad_x.mul_(grad), grad_w.mul_(grad), *[None] * 7

@@ -42,7 +42,7 @@ def decode_on_arm(request, module_patch, tmp_path_factory):
 @pytest.fixture(scope='module')
 def training_on_arm(module_patch, tmp_path_factory):
     names = ['nanokv_' + name for name in ('attention', 'attention_backward', 'gelu', 'norm',
-                                           'norm_backward', 'cross_entropy')]
+                                           'norm_backward', 'cross_entropy', 'add')]
     yield from emulated(training_native, module_patch, tmp_path_factory.mktemp('arm'),
                         training_native.SOURCE, names, ['-march=armv8-a'])
 
@@ -85,3 +85,4 @@ def test_a_training_step(training_on_arm, dtype):
     training.test_gelu_is_what_float64_gives(False, dtype)
     training.test_norm_and_rotation_are_what_float64_gives(18, True, dtype)
     training.test_cross_entropy_is_what_float64_gives(50, 37)
+    training.test_sums_of_bfloat16_are_added_in_float32()

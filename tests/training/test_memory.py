@@ -94,14 +94,17 @@ def test_in_half_precision_the_loss_holds_one_chunk_at_a_time(dtype, monkeypatch
 
 
 @pytest.mark.skipif(native.library() is None, reason='it needs a C++ compiler')
+@pytest.mark.parametrize('dtype', [F32, BF16])
 @pytest.mark.parametrize('policy', POLICIES[:4])
-def test_predicted_is_measured_with_the_extension(policy):
+def test_predicted_is_measured_with_the_extension(policy, dtype):
     config = GPTConfig(**SHAPES['full'], attn_sink=True)
     model = GPT(config)
-    plain = measured_with(model, policy)
-    measured = measured_with(model, policy, in_cpp=True)
-    assert planned(config, dtype='auto').memory(policy) == measured
-    assert measured.peak <= plain.peak and measured.activations <= plain.activations
+    plain = measured_with(model, policy, dtype)
+    measured = measured_with(model, policy, dtype, in_cpp=True)
+    assert planned(config, dtype, dtype='auto').memory(policy) == measured
+    # in bfloat16 chunks are longer, but have no copy in float32
+    assert measured.peak <= plain.peak * (1.02 if dtype == BF16 else 1)
+    assert measured.activations <= plain.activations
 
 
 @pytest.mark.parametrize('policy', ['none', 'block'])

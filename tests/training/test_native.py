@@ -1,6 +1,7 @@
 """Training steps in C++ (training/native): every operator against float64, and whole models against
 plain torch."""
 import copy
+import functools
 import itertools
 from collections import Counter
 from types import SimpleNamespace
@@ -206,6 +207,57 @@ def test_cross_entropy_of_bfloat16_is_that_of_its_numbers_in_float64(V):
     torch.testing.assert_close(gradients.double(), exact.grad, rtol=2 ** -8, atol=1e-9)
 
 
+@pytest.mark.parametrize('N, chunks', [(12, [12]), (17, [9, 8]), (40, [14, 14, 12])])
+def test_in_bfloat16_chunks_are_longer_and_equally_long(monkeypatch, N, chunks):
+    seen, V = [], 37
+    monkeypatch.setitem(loss.CHUNK_BYTES, 'cpu', 4 * V * 4)
+
+    def spy(logits, *more):
+        seen.append(logits)
+        return native.softmax_gradients(logits, *more)
+    x, weight = torch.randn(N, 8).bfloat16(), torch.randn(V, 8).bfloat16()
+    loss.linear_cross_entropy(x, weight, torch.randint(V, (N,)), gradients=spy)
+    assert [len(logits) for logits in seen] == chunks
+    assert len({logits.data_ptr() for logits in seen}) == 1  # the same memory
+
+
+def test_sums_of_bfloat16_are_added_in_float32():
+    total, part = torch.randn(5, 7), torch.randn(5, 7).bfloat16()
+    wanted = total + part
+    native.add_in_place(total, part)
+    assert torch.equal(total, wanted)
+    native.add_in_place(total.t(), part.t())  # not contiguous
+    assert torch.equal(total, wanted + part)
+
+
+def test_an_embedding_shares_the_gradient_of_its_own_loss_only():
+    """Each pass of several, a loss of something else, a weight that is not tied."""
+    def gradient(uses, fast):
+        torch.manual_seed(0)
+        embedding, other = torch.nn.Embedding(9, 4), torch.nn.Parameter(torch.randn(9, 4))
+        loss_of = loss.linear_cross_entropy
+        if fast:
+            embedding.__class__ = native.Embedding
+            loss_of = functools.partial(native.linear_cross_entropy, embedding)
+        for use in uses:
+            idx, targets = torch.randint(9, (2, 3)), torch.randint(9, (6,))
+            x = embedding(idx).flatten(0, 1).sin()
+            weight = other if use == 'other' else embedding.weight
+            if use == 'forward only':
+                loss_of(x, weight, targets)
+            elif use == 'no loss':
+                x.sum().backward()
+            elif use == 'of inputs':
+                torch.autograd.grad(loss_of(x, weight, targets), x, retain_graph=True)
+                x.sum().backward()
+            else:
+                loss_of(x, weight, targets).backward()
+        return embedding.weight.grad
+    for uses in (['tied'], ['tied', 'tied'], ['no loss', 'tied'], ['forward only', 'no loss'],
+                 ['other', 'tied'], ['of inputs', 'tied'], ['tied', 'forward only', 'other']):
+        torch.testing.assert_close(gradient(uses, True), gradient(uses, False), msg=str(uses))
+
+
 MECHANISMS = dict(
     vanilla=VANILLA, full=FULL_STACK, sink=dict(FULL_STACK, attn_sink=True),
     offset=dict(FULL_STACK, head_dim=8, key_offset=True), tied=dict(FULL_STACK, kv_tied='all'),
@@ -274,6 +326,7 @@ def test_every_operator_is_used():
     assert found['nanokv::norm'] == 2 * found['nanokv::norm_backward'] > n  # recomputed
     assert found['nanokv::gelu'] == 3 * n
     assert found['nanokv::cross_entropy'] == 1
+    assert not found['aten::embedding_dense_backward']
 
 
 def test_predicted_memory_has_the_sums_of_attention(monkeypatch):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from attention import causal_attention
@@ -83,7 +84,8 @@ def speed_up(model) -> None:
             block.attn.attend = attend
         block.mlp.gelu.__class__ = GELU
     if model.loss_fn is loss.linear_cross_entropy:
-        model.loss_fn = functools.partial(model.loss_fn, gradients=softmax_gradients)
+        model.transformer.wte.__class__ = Embedding
+        model.loss_fn = functools.partial(linear_cross_entropy, model.transformer.wte)
 
 
 def _takes(*tensors) -> bool:
@@ -241,6 +243,12 @@ def cross_entropy(logits, targets, ignored):
     return losses
 
 
+@operator('add(Tensor(a!) total, Tensor part) -> ()', lambda total, part: None)
+def add(total, part):
+    """Add part (bfloat16) to total (float32) in place."""
+    library().nanokv_add(_threads(), *_pointers(total, part), ctypes.c_int64(part.numel()))
+
+
 # -- with gradients --------------------------------------------------------------------------------
 
 def attend(q, k, v, window: int = 0, dropout_p: float = 0.0, backend: str = 'auto', sink=None):
@@ -276,6 +284,64 @@ def softmax_gradients(logits, targets, ignore_index: int, differentiated: bool):
     if not _takes(logits) or not logits.is_contiguous():
         return loss.softmax_gradients(logits, targets, ignore_index, differentiated)
     return torch.ops.nanokv.cross_entropy(logits, targets, ignore_index).sum(), logits
+
+
+def linear_cross_entropy(embedding, x, weight, targets):
+    """Like `training.loss.linear_cross_entropy`, with the weight of an `Embedding`."""
+    if weight is embedding.weight:
+        weight = _Announced.apply(weight, embedding.gradients)
+    return loss.linear_cross_entropy(x, weight, targets, gradients=softmax_gradients,
+                                     add=add_in_place)
+
+
+class Embedding(nn.Embedding):
+    """An embedding whose weight is the output layer's too: its gradient goes into those rows of the
+    loss's gradient that it concerns, in place, without a tensor of all words for itself."""
+
+    def forward(self, idx):
+        self.gradients = []  # the loss's, between the two backward passes
+        return _Embed.apply(idx, self.weight, self.gradients)
+
+
+class _Announced(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, weight, gradients):
+        ctx.gradients = gradients
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dweight):
+        ctx.gradients.append(dweight)
+        return dweight, None
+
+
+class _Embed(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, idx, weight, gradients):
+        ctx.save_for_backward(idx)
+        ctx.gradients, ctx.shape = gradients, weight.shape
+        return F.embedding(idx, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        idx, = ctx.saved_tensors
+        known = bool(ctx.gradients)
+        total = ctx.gradients.pop() if known else dy.new_zeros(ctx.shape)
+        total.index_add_(0, idx.flatten(), dy.flatten(0, -2).to(total.dtype))
+        return None, None if known else total, None
+
+
+def add_in_place(total, part):
+    """Like `torch.Tensor.add_`, which converts all of `part` before it adds."""
+    if (_takes(total) and _takes(part) and (total.dtype, part.dtype) == (torch.float32,
+            torch.bfloat16) and total.is_contiguous() and part.is_contiguous()):
+        torch.ops.nanokv.add(total, part)
+    else:
+        total.add_(part)
 
 
 class GELU(nn.GELU):

@@ -395,6 +395,13 @@ extern "C" void nanokv_cross_entropy(int64_t threads, void* logits, const int64_
     });
 }
 
+// total (n,) += part, which is bfloat16.
+extern "C" void nanokv_add(int64_t threads, float* total, const uint16_t* part, int64_t n) {
+    each16(threads, n, [=](int64_t i, int64_t k) {
+        store_some(total + i, load_some(total + i, k) + load_some(part + i, k), k);
+    });
+}
+
 extern "C" int64_t nanokv_train_sizes(int64_t which) {
     return which ? sizeof(Norm) : sizeof(Attention);
 }
