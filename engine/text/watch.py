@@ -28,6 +28,8 @@ NARROW = 60            # columns: below, labels leave out the number of position
 TEXT_LINES = 3         # the sample gets at least so many
 INTERVAL = 0.05        # seconds between frames, at least
 SHARE = 0.1            # of the time may be spent on drawing
+SOON = 8               # tokens after the prompt, the next event is told
+LONGEST = 80           # characters of a caption
 
 
 def lane(slot: Slot, length: int, n_prompt: int, max_seq_len: int, columns: int) -> tuple[str, int]:
@@ -73,7 +75,10 @@ def frame(plan: KVPlan, max_seq_len: int, kv_dtype: str, length: int, n_prompt: 
     tall = 4 * len(plan.slots) <= height  # then lanes have lines of their own
     header, *names = labels(plan, max_seq_len, kv_dtype, length, width < NARROW)
     columns = max(1, width if tall else width - len(header) - len(f'  {max_seq_len:,}/cell '))
-    foot = [Text(line, 'dim') for line in textwrap.wrap(LEGEND, width)]
+    said = textwrap.wrap(caption(plan, max_seq_len, length, n_prompt), width)
+    n_said = -(-LONGEST // width)  # the lanes stay where they are
+    foot = [Text(line, 'yellow') for line in (said + [''] * n_said)[:n_said]]
+    foot += [Text(line, 'dim') for line in textwrap.wrap(LEGEND, width)]
     foot += [Text(line, 'bold') for line in textwrap.wrap(
         totals(plan, max_seq_len, kv_dtype, length, speed, recomputes), width)]
     room = max(1, height - len(foot) - 2 - TEXT_LINES)
@@ -97,6 +102,23 @@ def frame(plan: KVPlan, max_seq_len: int, kv_dtype: str, length: int, n_prompt: 
     for line in body:
         line.truncate(width)
     return Text('\n', no_wrap=True).join(body[-height:])
+
+
+def caption(plan: KVPlan, max_seq_len: int, length: int, n_prompt: int) -> str:
+    """Return a sentence about what happened last, as the page of serve.py has them."""
+    events = {n_prompt: f'The {n_prompt:,} tokens of the prompt were read at once, and are stored.'}
+    shared = next((slot for slot in plan.slots if len(slot.layers) > 1), None)
+    if shared:
+        events[n_prompt + SOON] = (f'Layer {shared.layers[-1]} reads what layer {shared.owner} '
+                                   'stored. It stores nothing itself.')
+    rings = [slot for slot in plan.slots if slot.kind == LOCAL]
+    capacity = rings[0].capacity(max_seq_len) if rings else max_seq_len
+    if capacity < max_seq_len:
+        where = 'slot ' + ', '.join(str(slot.index) for slot in rings)
+        where = where if len(rings) < 9 else 'each ring'
+        full = capacity if capacity > n_prompt else n_prompt + 2 * SOON
+        events[full] = f'Ring full: each new token overwrites the oldest one in {where}.'
+    return events[max(n for n in events if n <= length)] if length >= n_prompt else ''
 
 
 def totals(plan, max_seq_len, kv_dtype, length, speed, recomputes) -> str:
