@@ -57,6 +57,12 @@ class GPTConfig:
         '', "layers where K = V, stored once: 'global', 'all'; '' = none", ('', 'global', 'all'))
     kv_latent: int = _key(
         0, 'global layers store a latent of this width in place of K and V (NoPE-MLA): 0 = none')
+    window_pattern: str = _key(
+        '', 'aligned with layer_pattern: the window of each layer, 0 for a G, in place of '
+        "window_size, as '16,16,64,16,16,0'")
+    kv_head_pattern: str = _key(
+        '', 'aligned with layer_pattern: the K/V heads of each layer, 0 = n_kv_head, as '
+        "'1,1,1,1,1,4'")
     act_clamp: float = _key(
         0.0, "clamp the inputs of the blocks' matmuls to this and its negative: 0 = no clamp")
 
@@ -100,7 +106,8 @@ class GPTConfig:
                      f'{what}, use G (global) and L (local)')
         self._refuse('n_head', self.n_kv_head and self.n_head % self.n_kv_head,
                      f'must be a multiple of n_kv_head={self.n_kv_head}')
-        self._refuse('window_size', 'L' in pattern and self.window_size < 1,
+        self._refuse('window_size', 'L' in pattern and not self.window_pattern
+                     and self.window_size < 1,
                      f'with local layers in layer_pattern={pattern!r}, it is the number of keys '
                      'that they see, 1 or more')
         self._refuse('kv_share', share and len(share) != len(pattern),
@@ -111,6 +118,36 @@ class GPTConfig:
             self._refuse('kv_share', kinds.setdefault(letter, kind) != kind,
                          f'{letter!r} joins layers of different kind in layer_pattern='
                          f'{pattern!r}; layers that share a KV cache are all G or all L')
+        self._check_numbers()
+
+    def _check_numbers(self):
+        """Check the patterns of numbers, which must agree within a slot."""
+        pattern, windows, heads = self.layer_pattern, self.windows, self.kv_heads
+        for kind, window, n in zip(pattern, windows, heads):
+            self._refuse('window_pattern', (window == 0) != (kind == 'G'),
+                         f'{window} for a layer {kind!r} of layer_pattern={pattern!r}; an L needs '
+                         '1 or more, a G has 0')
+            self._refuse('n_head', self.n_head % n, f'must be a multiple of {n}, which '
+                         f'kv_head_pattern={self.kv_head_pattern!r} has')
+        letters = self.kv_share or range(len(pattern))
+        slots = ['G' if kind == 'G' and self.share_global_kv else letter
+                 for kind, letter in zip(pattern, letters)]
+        for name, numbers in (('window_pattern', windows), ('kv_head_pattern', heads)):
+            of_slot = {}
+            for slot, n in zip(slots, numbers):
+                self._refuse(name, of_slot.setdefault(slot, n) != n,
+                             f'{of_slot[slot]} and {n} for layers that share a KV cache')
+
+    def _numbers(self, name) -> list[int]:
+        """The numbers of a pattern, as many as layer_pattern has letters."""
+        found = getattr(self, name).split(',')
+        wrong = next((each for each in found if not each.strip().isdecimal()), None)
+        self._refuse(name, wrong is not None, f'{wrong!r} is no number')
+        self._refuse(name, len(found) != len(self.layer_pattern),
+                     f'has {len(found)} numbers for the {len(self.layer_pattern)} layers of '
+                     f'layer_pattern={self.layer_pattern!r}')
+        self._refuse(name, max(map(int, found)) > MAX_NUMBER, f'allowed are {MAX_NUMBER:,}')
+        return [int(each) for each in found]
 
     def _check_mechanisms(self):
         rope, D, fraction = self.pos_embedding == 'rope', self.resolved_head_dim, \
@@ -131,9 +168,29 @@ class GPTConfig:
         refuse('kv_tied', self.kv_tied == 'global' and no_global, for_global)
         refuse('key_offset', D % 4, f'needs head_dim (it is {D}) to be a multiple of 4')
         refuse('key_offset', self.kv_latent, f'does not go with kv_latent={self.kv_latent}')
+        if self.kv_head_pattern:
+            of_global = [n for n, kind in zip(self._numbers('kv_head_pattern'), self.layer_pattern)
+                         if n and kind == 'G']
+            refuse('kv_latent', of_global, 'a latent has no K/V heads; kv_head_pattern='
+                   f'{self.kv_head_pattern!r} has some in a global layer')
         refuse('kv_latent', self.kv_latent % D, f'must be a multiple of head_dim={D}')
         refuse('kv_latent', rope and fraction, 'a latent has no RoPE: set rope_fraction_global=0 '
                f'(it is {fraction}) or learned positions')
+
+    @property
+    def windows(self) -> list[int]:
+        """The window of each layer of the period; 0 = global."""
+        if self.window_pattern:
+            return self._numbers('window_pattern')
+        return [0 if kind == 'G' else self.window_size for kind in self.layer_pattern]
+
+    @property
+    def kv_heads(self) -> list[int]:
+        """The K/V heads of each layer of the period, those of latents left aside."""
+        given = [0] * len(self.layer_pattern)
+        if self.kv_head_pattern:
+            given = self._numbers('kv_head_pattern')
+        return [n or self.n_kv_head or self.n_head for n in given]
 
     @property
     def resolved_head_dim(self) -> int:

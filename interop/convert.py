@@ -31,7 +31,7 @@ from training.checkpoint_manager import CheckpointManager
 from training.load_model import model_of
 
 # the settings that a conversion may change
-MEMORY = ('n_kv_head', 'layer_pattern', 'window_size', 'kv_share', 'share_global_kv', 'rope_theta',
+MEMORY = ('n_kv_head', 'kv_head_pattern', 'layer_pattern', 'window_size', 'window_pattern', 'kv_share', 'share_global_kv', 'rope_theta',
           'rope_theta_global', 'rope_fraction_global', 'kv_quant_train')
 
 
@@ -66,15 +66,17 @@ def check_conversion(old: GPTConfig, new: GPTConfig) -> None:
             raise UserError(f'{f.name}={now!r}, but the weights have {f.name}={was!r}: a '
                             f'conversion can change {", ".join(MEMORY)}')
     before, after = plan_kv(old), plan_kv(new)
-    if before.n_kv_head % after.n_kv_head:
-        raise UserError(f'n_kv_head={after.n_kv_head}: the {before.n_kv_head} K/V heads of the '
-                        'weights cannot be pooled evenly into that number')
     check_forms(before, after)
     for was, now in zip(before.layers, after.layers):
         if now.owns and not was.owns:
             raise UserError(f'layer {now.index} would need K and V of its own, but was trained to '
                             f'use those of layer {before.slots[was.slot].owner}: sharing can be '
                             'added, not undone')
+        had, has = (plan.slots[layer.slot].n_kv_head for plan, layer in
+                    ((before, was), (after, now)))
+        if now.owns and had % has:
+            raise UserError(f'n_kv_head={has}: the {had} K/V heads of the weights cannot be pooled '
+                            'evenly into that number')
 
 
 def convert_checkpoint(source: Path, changes: dict) -> dict:

@@ -84,8 +84,8 @@ def describe_plan(saved: list[str], s) -> dict:
     latents = f', latents of {config.kv_latent} on global layers' if config.kv_latent else ''
     print_report(asked, console,
                  f'KV plan in {s.kv_dtype}: {config.n_layer} layers, {plan.n_head} heads '
-                 f'({plan.n_kv_head} for K/V{latents}) of {plan.head_dim}, T={T}, '
-                 f"W={config.window_size or '-'}")
+                 f'({plan.heads_of_kv} for K/V{latents}) of {plan.head_dim}, T={T}, '
+                 f"W={plan.windows or '-'}")
     print_table(console, dtype_table(document), f'\nevery kv_dtype, {s.batch} x {T:,} tokens')
     print(f'\n{n:,} parameters: '
           + ', '.join(f'{nice_bytes(size)} in {dtype}' for dtype, size in sizes.items())

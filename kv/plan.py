@@ -81,7 +81,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class KVPlan:
-    """KV layout of a model: `layers[i]` describes each block, and `slots[s]` each cache."""
+    """KV layout of a model: `layers[i]` describes each block, and `slots[s]` each cache. n_kv_head
+    is the largest number of K/V heads of a layer."""
     layers: tuple[Layer, ...]
     slots: tuple[Slot, ...]
     n_head: int
@@ -92,6 +93,21 @@ class KVPlan:
     def last_owner(self) -> int:
         """The last layer that computes K and V. Later layers need only a prompt's last token."""
         return self.slots[-1].owner
+
+    @property
+    def local_reach(self) -> int:
+        """The distance in tokens that all local layers bridge together."""
+        return sum(layer.window - 1 for layer in self.layers if layer.kind == LOCAL)
+
+    @property
+    def heads_of_kv(self) -> str:
+        """The K/V heads of a layer, in words: '2', or '1 to 4' if layers differ."""
+        return span({slot.n_kv_head for slot in self.slots if not slot.latent} or {self.n_kv_head})
+
+    @property
+    def windows(self) -> str:
+        """The windows of local layers, in words; '' without any."""
+        return span({slot.window for slot in self.slots if slot.kind == LOCAL})
 
     def nbytes(self, batch: int, max_seq_len: int, kv_dtype: str) -> int:
         """Bytes of the entire cache: exactly what `kv.cache.KVCache` allocates."""
@@ -128,7 +144,7 @@ def plan_kv(config: GPTConfig) -> KVPlan:
         UserWarning: if the pattern's global layers are beyond n_layer, or the global slot shared by
             all periods is owned by layer 0, whose K/V depend on single tokens only.
     """
-    pattern, share = config.layer_pattern, config.kv_share
+    pattern, share, windows = config.layer_pattern, config.kv_share, config.windows
     layers, members, slot_of = [], [], {}
     for i in range(config.n_layer):
         period, place = divmod(i, len(pattern))
@@ -142,22 +158,29 @@ def plan_kv(config: GPTConfig) -> KVPlan:
             members.append([])
         slot = slot_of[key]
         members[slot].append(i)
-        layers.append(Layer(i, kind, config.window_size if kind == LOCAL else 0, slot, owns))
-    slots = tuple(Slot(s, layers[m[0]].kind, layers[m[0]].window, owner=m[0], layers=tuple(m),
-                       **_form(config, layers[m[0]].kind)) for s, m in enumerate(members))
-    n_kv_head = config.n_kv_head or config.n_head
-    plan = KVPlan(tuple(layers), slots, config.n_head, n_kv_head, config.resolved_head_dim)
+        layers.append(Layer(i, kind, windows[place], slot, owns))
+    slots = tuple(_slot(config, index, [layers[i] for i in of_slot])
+                  for index, of_slot in enumerate(members))
+    plan = KVPlan(tuple(layers), slots, config.n_head, max(config.kv_heads),
+                  config.resolved_head_dim)
     _warn(plan, config)
     return plan
 
 
-def _form(config: GPTConfig, kind: str) -> dict:
-    """What slots of one kind store."""
-    latent = config.kv_latent if kind == GLOBAL else 0
-    return dict(n_kv_head=1 if latent else config.n_kv_head or config.n_head,
+def _slot(config: GPTConfig, index: int, layers: list[Layer]) -> Slot:
+    owner = layers[0]
+    latent = config.kv_latent if owner.kind == GLOBAL else 0
+    heads = config.kv_heads[owner.index % len(config.layer_pattern)]
+    return Slot(index, owner.kind, owner.window, owner.index, tuple(x.index for x in layers),
+                n_kv_head=1 if latent else heads,
                 head_dim=latent or config.resolved_head_dim, latent=latent > 0,
-                tied=latent > 0 or config.kv_tied in ('all', kind),
-                offset=config.key_offset and kind == GLOBAL)
+                tied=latent > 0 or config.kv_tied in ('all', owner.kind),
+                offset=config.key_offset and owner.kind == GLOBAL)
+
+
+def span(numbers: set[int]) -> str:
+    """'16', '16 to 64', or ''."""
+    return ' to '.join(f'{n:,}' for n in sorted({min(numbers), max(numbers)})) if numbers else ''
 
 
 def checked_dtype(kv_dtype: str) -> str:

@@ -77,10 +77,10 @@ def texts(plan: KVPlan, max_seq_len: int, kv_dtype: str) -> tuple[list[str], lis
     GPT-2, and the line below."""
     ours, vanilla = (p.nbytes(1, max_seq_len, kv_dtype) for p in (plan, plan.vanilla()))
     kinds = {slot.kind: f'{slot.kind[0].upper()}: {slot.kind}, sees '
-             + (f'the last {slot.window:,} tokens' if slot.window else 'all tokens')
+             + (f'the last {plan.windows} tokens' if slot.window else 'all tokens')
              for slot in plan.slots}
     head = [f'KV cache of {len(plan.layers)} layers and {max_seq_len:,} tokens',
-            f'query heads {plan.n_head}, K/V heads {plan.n_kv_head}, head width {plan.head_dim}, '
+            f'query heads {plan.n_head}, K/V heads {plan.heads_of_kv}, head width {plan.head_dim}, '
             f'{kv_dtype}, one sequence',
             '   '.join([*kinds.values(), '\N{BLACK CIRCLE} computes K and V',
                         '\N{WHITE CIRCLE} reads them'])]

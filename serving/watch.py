@@ -70,7 +70,7 @@ def gemma_shaped(config: GPTConfig) -> KVPlan:
     heads = next(n for n in range(max(1, config.n_head // 3), 0, -1) if config.n_head % n == 0)
     return plan_kv(GPTConfig(
         **shape, n_kv_head=heads, layer_pattern='LLLLLG'[-config.n_layer:], kv_tied='global',
-        window_size=config.window_size or config.block_size // 4 or 1))
+        window_size=max(config.windows) or config.block_size // 4 or 1))
 
 
 def plan_document(engine, service: Service) -> dict:

@@ -171,7 +171,8 @@ class HostCopies:
 
 class BlockCopier:
     """Copies blocks of `size` positions (a page) out of a `PagedKVCache` and back into it.
-    window: W of the local slots, 0 if there are none. state_nbytes: size of the buffer that `state`
+    window: W of the local slots, 0 if there are none, or several: then rings are part of the states,
+    and a row resumes only where it ended once. state_nbytes: size of the buffer that `state`
     returns; 0 = rows have no states."""
 
     def __init__(self, cache: PagedKVCache):
@@ -179,10 +180,14 @@ class BlockCopier:
         self.rings = [store for store in cache.stores if isinstance(store, RingStore)]
         self._states = list(cache.last_keys.values())
         self.state_nbytes = sum(slot.state_nbytes(cache.kv_dtype) for slot in cache.plan.slots)
-        self.window = self.rings[0].window if self.rings else 0
         self._position_nbytes = {kind: sum(
             slot.position_nbytes(cache.kv_dtype) for slot in cache.plan.slots if slot.kind == kind)
             for kind in (GLOBAL, LOCAL)}
+        if len({store.window for store in self.rings}) > 1:  # where one ends, another goes on
+            self._states += self.rings
+            self.state_nbytes += sum(store.nbytes // cache.batch_size for store in self.rings)
+            self.rings, self._position_nbytes[LOCAL] = [], 0
+        self.window = self.rings[0].window if self.rings else 0
 
     @property
     def page_nbytes(self) -> int:
@@ -228,13 +233,13 @@ class BlockCopier:
     def state(self, row: int) -> torch.Tensor:
         """The states of a row at its present length, (state_nbytes,) uint8."""
         buffer = torch.empty(self.state_nbytes, dtype=torch.uint8, device=self.cache.device)
-        for x, copy in self._parts(buffer, self._states, 1):
+        for x, copy in self._parts(buffer, self._states):
             copy.copy_(x[row])
         return self.copies.out(buffer)
 
     def put_state(self, row: int, buffer: torch.Tensor) -> None:
         """Write a buffer returned by `self.state` to the states of a row."""
-        for x, copy in self._parts(self.copies.back(buffer), self._states, 1):
+        for x, copy in self._parts(self.copies.back(buffer), self._states):
             x[row].copy_(copy)
 
     def _ring_parts(self, buffer, row, end, n, drop=0):
@@ -246,13 +251,13 @@ class BlockCopier:
                 yield x[row, :, a:b], copy[:, offset:offset + b - a]
                 offset += b - a
 
-    def _parts(self, buffer, stores, n):
+    def _parts(self, buffer, stores, n=0):
         """Pair each tensor of the stores with its (Hkv, n, D or 1) view of the buffer; widest
-        elements first, so that views are aligned."""
+        elements first, so that views are aligned. n: 0 = all positions of the store."""
         at = 0
         tensors = [x for store in stores for x in store.distinct(store.tensors)]
         for x in sorted(tensors, key=lambda x: -x.element_size()):
-            shape = x.size(1), n, x.size(3)
+            shape = x.size(1), n or x.size(2), x.size(3)
             end = at + x.element_size() * shape[0] * shape[1] * shape[2]
             yield x, buffer[at:end].view(x.dtype).view(shape)
             at = end

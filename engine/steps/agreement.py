@@ -16,7 +16,8 @@ KNOWN_FIELDS = frozenset((
     'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'dropout', 'bias', 'n_kv_head',
     'head_dim', 'layer_pattern', 'window_size', 'kv_share', 'share_global_kv', 'pos_embedding',
     'rope_theta', 'rope_theta_global', 'qk_norm', 'mlp_hidden', 'gelu', 'kv_quant_train',
-    'attn_sink', 'rope_fraction_global', 'key_offset', 'kv_tied', 'kv_latent', 'act_clamp'))
+    'attn_sink', 'rope_fraction_global', 'key_offset', 'kv_tied', 'kv_latent', 'act_clamp',
+    'window_pattern', 'kv_head_pattern'))
 N_STEPS = 3             # that are compared
 NBYTES = 2 ** 27        # of K and V in a comparison; then rows are compared apart, or a nearer one
 

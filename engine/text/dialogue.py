@@ -210,7 +210,6 @@ def longest_context(config) -> int:
 
     With RoPE and local layers it is 32 times block_size, up to 8,192: at that length the demo model
     predicts as well as within its block_size (results/demo/contexts.jsonl)."""
-    local = config.window_size and 'L' in config.layer_pattern
-    if config.pos_embedding != 'rope' or not local:
+    if config.pos_embedding != 'rope' or 'L' not in config.layer_pattern:
         return config.block_size
     return max(config.block_size, min(32 * config.block_size, 8192))

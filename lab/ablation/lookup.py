@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from training.evaluate import through_cache
-from kv.plan import LOCAL
 from model import GPT
 from training.checkpoint import load_checkpoint, load_weights
 
@@ -26,13 +25,7 @@ def recall(model, kv_dtype: str, task, rows: int = ROWS) -> dict:
     for distance in task.distances:
         right, _ = answered(model, kv_dtype, task, distance, rows, RECALL_SEED)
         accuracy[distance] = right.float().mean().item()
-    return {'accuracy': accuracy, 'rows': rows, 'local_reach': local_reach(model)}
-
-
-def local_reach(model) -> int:
-    """The distance in tokens that all local layers bridge together."""
-    n_local = sum(layer.kind == LOCAL for layer in model.plan.layers)
-    return n_local * (model.config.window_size - 1)
+    return {'accuracy': accuracy, 'rows': rows, 'local_reach': model.plan.local_reach}
 
 
 def lookup(model, kv_dtype: str, task, rows: int = ROWS) -> dict:
@@ -51,7 +44,7 @@ def lookup(model, kv_dtype: str, task, rows: int = ROWS) -> dict:
             'bytes_per_fact': nbytes / facts if facts else None,
             'by_distance': {2 ** k: answers[bins == k].float().mean().item()
                             for k in bins.unique().tolist()},
-            'gap': task.gap, 'n_values': task.n_values, 'local_reach': local_reach(model)}
+            'gap': task.gap, 'n_values': task.n_values, 'local_reach': model.plan.local_reach}
 
 
 @torch.inference_mode()

@@ -5,7 +5,7 @@ import statistics
 import warnings
 
 from config.schema import MODEL
-from kv.plan import GLOBAL, LOCAL, plan_kv
+from kv.plan import LOCAL, plan_kv
 from lab.ablation.results import read_json
 from lab.ablation.stats import enough, evaluation_half, holm, mean_sd, paired_difference
 
@@ -120,10 +120,8 @@ def compare_identifiers(ladder, rows: list[dict]) -> None:
     (paired by seed; None without such rows). `alone` marks that row; `above_baseline` has the
     paired difference from the baseline at each distance."""
     rows = {row['name']: row for row in rows if row.get('identifiers')}
-    kinds = {name: [layer.kind for layer in plan_kv(ladder.config(ladder.rows[name])).layers]
-             for name in rows}
-    reach = max((each.count(LOCAL) * (rows[name]['W'] - 1) for name, each in kinds.items()),
-                default=0)
+    plans = {name: plan_kv(ladder.config(ladder.rows[name])) for name in rows}
+    reach = max((plan.local_reach for plan in plans.values()), default=0)
     for row in rows.values():
         found = row['identifiers']
         found['beyond'] = [key for key in found['count']
@@ -132,8 +130,8 @@ def compare_identifiers(ladder, rows: list[dict]) -> None:
         each = zip(*(found['nats'][key]['each'] for key in found['beyond']))
         found['nats_beyond'] = {seed: sum(map(operator.mul, losses, weights)) / sum(weights)
                                 for seed, losses in zip(found['seeds'], each)}
-    without = next((name for name, each in kinds.items()
-                    if GLOBAL not in each and name != ladder.baseline), None)
+    without = next((name for name, plan in plans.items() if name != ladder.baseline
+                    and all(layer.kind == LOCAL for layer in plan.layers)), None)
     low, high = (rows.get(name, {}).get('identifiers', {}).get('nats_beyond', {})
                  for name in (ladder.baseline, without))
     for row in rows.values():

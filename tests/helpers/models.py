@@ -86,15 +86,24 @@ def configs(draw, windows=(1, 2, 3, 5, 8, 33), **fixed):
     share = ''.join(draw(st.sampled_from('AB' if kind == 'L' else 'XY')) for kind in pattern)
     n_head = draw(st.sampled_from([1, 2, 4, 6]))
     kv_heads = [0] + [n for n in range(1, n_head + 1) if n_head % n == 0]
+    window = draw(st.sampled_from(windows)) if 'L' in pattern else 0
     rope = draw(st.booleans())
     head_dim = draw(st.sampled_from([4, 6] + [0] * (12 // n_head % 2 == 0)))
     fields = draw(mechanisms(pattern, rope, head_dim or 12 // n_head))
+    if draw(st.booleans()):  # layers that differ, but for those that may share
+        numbers = {letter: (0 if letter in 'XY' else draw(st.sampled_from(windows)),
+                            0 if fields.get('kv_latent') else draw(st.sampled_from(kv_heads)))
+                   for letter in sorted(set(share.replace('Y', 'X')))}
+        each = [numbers[letter] for letter in share.replace('Y', 'X')]
+        window = max(n for n, _ in each)
+        fields['window_pattern'] = draw(st.sampled_from(['', ','.join(str(n) for n, _ in each)]))
+        fields['kv_head_pattern'] = ','.join(str(n) for _, n in each)
     has_angles = rope and fields.get('rope_fraction_global', 1)
     return GPTConfig(**dict(dict(
         block_size=160, vocab_size=VOCAB, n_layer=len(pattern) + draw(st.integers(1, 3)),
         n_head=n_head, n_embd=12, n_kv_head=draw(st.sampled_from(kv_heads)),
         head_dim=head_dim, bias=draw(st.booleans()), layer_pattern=pattern,
-        window_size=draw(st.sampled_from(windows)) if 'L' in pattern else 0,
+        window_size=window,
         kv_share=draw(st.sampled_from([share, ''])), share_global_kv=draw(st.booleans()),
         pos_embedding='rope' if rope else 'learned', rope_theta=50.0,
         rope_theta_global=draw(st.sampled_from([0.0, 700.0])) if has_angles else 0.0,

@@ -13,6 +13,12 @@ def is_local(config, i):
     return config.layer_pattern[i % len(config.layer_pattern)] == 'L'
 
 
+def of_layer(config, i, name, default):
+    """The number that a pattern has for layer `i`, or the default without a pattern."""
+    numbers = getattr(config, name).split(',')
+    return default if numbers == [''] else int(numbers[i % len(numbers)])
+
+
 def kv_owner(config, i):
     """The layer that owns the K/V which layer `i` attends over."""
     def one_cache(j):
@@ -117,8 +123,8 @@ class Reference:
 
     def attention(self, x, i, held):
         B, T, _ = x.shape
-        D, n_q, n_kv = self.head_dim, self.config.n_head, self.n_kv_head
-        c, prefix = self.config, f'transformer.h.{i}.attn.'
+        D, n_q, c, prefix = self.head_dim, self.config.n_head, self.config, f'transformer.h.{i}.attn.'
+        n_kv = of_layer(c, i, 'kv_head_pattern', 0) or self.n_kv_head
         local = is_local(c, i)
         latent = c.kv_latent * (not local)
         tied = c.kv_tied == 'all' or bool(c.kv_tied and not local)
@@ -144,7 +150,7 @@ class Reference:
             k, v = ((each[:, 0] @ self.state[prefix + name].T).view(B, T, n_q, D).transpose(1, 2)
                     for each, name in ((k, 'k_up'), (v, 'v_up')))
         sink = self.state[prefix + 'sink'] if c.attn_sink else None
-        y = dense_attention(q, k, v, c.window_size if local else 0, sink)
+        y = dense_attention(q, k, v, of_layer(c, i, 'window_pattern', c.window_size * local), sink)
         if tied:
             y = self.rotated(y, i, direction=-1)
         return self.linear(y.transpose(1, 2).reshape(B, T, -1), f'transformer.h.{i}.attn.c_proj')
