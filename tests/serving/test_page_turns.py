@@ -1,5 +1,7 @@
 """The page in a browser: the course of a turn and of a conversation. Needs Chromium, as
 test_page.py."""
+import base64
+import itertools
 import re
 
 import pytest
@@ -225,3 +227,49 @@ def test_a_saved_turn_replays_alone(markup_server, visit, chromium, tmp_path):
     assert alone.locator('.assistant').inner_text() == text
     assert wrong == [f'file://{tmp_path}/turn.html'] and alone.locator('img').count() == 0
     alone.context.close()
+
+
+@pytest.mark.parametrize('speed', ['4', 'whole'])
+def test_the_speed_changes_while_a_replay_plays(markup_server, visit, speed):
+    """It ends with the cells that the turn ended with."""
+    page = visit(markup_server())
+    send(page, 'ab1', tokens=RING + 20)
+    lanes, play = drawn(page), page.locator('#play')
+    page.locator('#speed').select_option('slow')
+    play.click()
+    expect(page.locator('#moment')).to_have_text(re.compile(' s$'))
+    expect(play).to_have_text('Pause')
+    assert drawn(page) != lanes
+    page.locator('#speed').select_option(speed)
+    expect(page.locator('#moment')).to_have_text('end', timeout=30_000)
+    expect(play).to_have_text('Play')
+    assert drawn(page) == lanes
+
+
+def test_bars_of_a_picture_are_in_the_ratio_of_the_bytes(markup_server, visit, tmp_path):
+    page = visit(markup_server())
+    send(page, 'ab1', tokens=RING + 20)
+    with page.expect_download() as download:
+        page.get_by_role('button', name='PNG').click()
+    download.value.save_as(tmp_path / 'cache.png')
+    url = 'data:image/png;base64,' + base64.b64encode((tmp_path / 'cache.png').read_bytes()).decode()
+    runs = page.evaluate("""async url => {  // of one colour, in each row from where bars begin
+        const image = Object.assign(new Image(), {src: url})
+        await image.decode()
+        const {width, height} = image, c = new OffscreenCanvas(width, height).getContext('2d')
+        c.drawImage(image, 0, 0)
+        const pixels = new Uint32Array(c.getImageData(0, 0, width, height).data.buffer)
+        return Array.from({length: height}, (_, y) => {
+            const row = pixels.slice(y * width, (y + 1) * width), colour = row[12]
+            const end = row.findIndex((each, x) => x > 12 && each !== colour)
+            return colour === row[0] ? 0 : end - 12
+        })
+    }""", url)
+    groups = [(run, len([*rows])) for run, rows in itertools.groupby(runs)]
+    ours, gemma, gpt2 = [run for run, n in groups if run and n >= 10][:3]
+    frame = page.evaluate('nanokv.frame()')
+    vanilla = MODEL.plan.vanilla().nbytes(1, frame['length'], 'float64')
+    shaped = gemma_shaped(MODEL.config).nbytes(1, frame['length'], 'float64')
+    assert ours == pytest.approx(gpt2 * frame['nbytes'] / vanilla, abs=1.5)
+    assert gemma == pytest.approx(gpt2 * shaped / vanilla, abs=1.5)
+    assert gpt2 > 100
