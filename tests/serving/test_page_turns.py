@@ -252,7 +252,7 @@ def test_bars_of_a_picture_are_in_the_ratio_of_the_bytes(markup_server, visit, t
     with page.expect_download() as download:
         page.get_by_role('button', name='PNG').click()
     download.value.save_as(tmp_path / 'cache.png')
-    url = 'data:image/png;base64,' + base64.b64encode((tmp_path / 'cache.png').read_bytes()).decode()
+    picture = base64.b64encode((tmp_path / 'cache.png').read_bytes()).decode()
     runs = page.evaluate("""async url => {  // of one colour, in each row from where bars begin
         const image = Object.assign(new Image(), {src: url})
         await image.decode()
@@ -264,7 +264,7 @@ def test_bars_of_a_picture_are_in_the_ratio_of_the_bytes(markup_server, visit, t
             const end = row.findIndex((each, x) => x > 12 && each !== colour)
             return colour === row[0] ? 0 : end - 12
         })
-    }""", url)
+    }""", 'data:image/png;base64,' + picture)
     groups = [(run, len([*rows])) for run, rows in itertools.groupby(runs)]
     ours, gemma, gpt2 = [run for run, n in groups if run and n >= 10][:3]
     frame = page.evaluate('nanokv.frame()')
