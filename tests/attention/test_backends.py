@@ -16,7 +16,7 @@ from training.device import describe_attention
 from training.run import prepare
 
 CPU, CUDA = torch.device('cpu'), torch.device('cuda')
-BF16 = torch.bfloat16
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 
 
 @pytest.fixture
@@ -36,16 +36,13 @@ def flash(monkeypatch):
     return install
 
 
-F32 = torch.float32
-
-
 @pytest.mark.parametrize('kind, device, dtype, head_dim, dropout_p, plain, version_2', [
     ('global', CPU, F32, 64, 0, 'sdpa', 'sdpa'), ('local', CPU, BF16, 64, 0, 'sdpa', 'sdpa'),
     ('global', CUDA, BF16, 256, 0, 'sdpa', 'flash_attn'),
     ('global', CUDA, BF16, 257, 0, 'sdpa', 'sdpa'), ('global', CUDA, F32, 64, 0, 'sdpa', 'sdpa'),
     ('local', CUDA, BF16, 16, 0, 'flex', 'flex'), ('local', CUDA, F32, 15, 0, 'sdpa', 'sdpa'),
     ('local', CUDA, BF16, 64, 0.1, 'sdpa', 'flash_attn'),
-    ('local', CUDA, torch.float64, 64, 0, 'sdpa', 'sdpa')])
+    ('local', CUDA, F64, 64, 0, 'sdpa', 'sdpa')])
 def test_what_auto_takes(flash, kind, device, dtype, head_dim, dropout_p, plain, version_2):
     """The choice without flash-attn, and with its version 2."""
     assert choose(kind, 'auto', device, dtype, head_dim, dropout_p) == plain
@@ -55,24 +52,25 @@ def test_what_auto_takes(flash, kind, device, dtype, head_dim, dropout_p, plain,
     assert choose('global', 'auto', CUDA, BF16, 64, dropout_p=0.1) == 'sdpa'
 
 
-@pytest.mark.parametrize('wish, device, dtype, dropout_p, version, why', [
-    ('flex', CPU, BF16, 0.0, 0, "runs on CUDA, not on device='cpu'"),
-    ('flash_attn', CPU, BF16, 0.0, 2, 'runs on CUDA'),
-    ('flex', CUDA, BF16, 0.1, 0, 'no dropout'), ('flex', CUDA, torch.float64, 0.0, 0, 'float64'),
-    ('flash_attn', CUDA, BF16, 0.0, 0, 'pip install flash-attn'),
-    ('flash_attn', CUDA, torch.float32, 0.0, 2, 'dtype float32'),
-    ('flash_attn', CUDA, BF16, 0.1, 4, 'no dropout in version 4'),
-    ('varlen', CPU, BF16, 0.0, 0, 'runs on CUDA'), ('varlen', CUDA, BF16, 0.1, 0, 'no dropout'),
-    ('varlen', CUDA, torch.float32, 0.0, 0, 'dtype float32'),
-    ('fastest', CPU, BF16, 0.0, 0, "'auto', 'sdpa'")])
-def test_a_wish_that_cannot_be_met_is_an_error(flash, wish, device, dtype, dropout_p, version, why):
+@pytest.mark.parametrize('wish, device, dtype, head_dim, dropout_p, version, why', [
+    ('flex', CPU, BF16, 64, 0, 0, "runs on CUDA, not on device='cpu'"),
+    ('flash_attn', CPU, BF16, 64, 0, 2, 'runs on CUDA'),
+    ('varlen', CPU, BF16, 64, 0, 0, 'runs on CUDA'), ('flex', CUDA, BF16, 64, 0.1, 0, 'no dropout'),
+    ('flex', CUDA, F64, 64, 0, 0, 'float64'),
+    ('flash_attn', CUDA, BF16, 64, 0, 0, 'pip install flash-attn'),
+    ('flash_attn', CUDA, F32, 64, 0, 2, 'dtype float32'),
+    ('flash_attn', CUDA, BF16, 64, 0.1, 4, 'no dropout in version 4'),
+    ('varlen', CUDA, BF16, 64, 0.1, 0, 'no dropout'),
+    ('varlen', CUDA, F32, 64, 0, 0, 'dtype float32'),
+    ('varlen', CUDA, BF16, 20, 0, 0, 'multiple of 8 .*head_dim 20'),
+    ('fastest', CPU, BF16, 64, 0, 0, "'auto', 'sdpa'")])
+def test_a_wish_that_cannot_be_met_is_an_error(flash, wish, device, dtype, head_dim, dropout_p,
+                                               version, why):
     if version:
         flash(version)
     with pytest.raises(UserError, match=f'attention_backend={wish!r}.*{why}'):
-        choose('local', wish, device, dtype, 64, dropout_p)
+        choose('local', wish, device, dtype, head_dim, dropout_p)
     assert choose('local', 'varlen', CUDA, BF16, 24) == 'varlen'
-    with pytest.raises(UserError, match='multiple of 8 .*head_dim 20'):
-        choose('local', 'varlen', CUDA, BF16, 20)
 
 
 @pytest.mark.parametrize('window', [0, 1, 7, 40, 100])
@@ -123,8 +121,6 @@ def test_one_that_cannot_be_imported(flash, monkeypatch):
 
 def test_of_a_model():
     model = GPT(GPTConfig(**FULL_STACK))
-    described = describe_attention(model, torch.float32, 0.0)
-    assert described == 'attention: global layers sdpa, local layers sdpa'
     idx = torch.arange(20)[None]
     expected = model(idx)[0]
     model.attention_backend = 'math'
@@ -132,10 +128,7 @@ def test_of_a_model():
     assert described == 'attention: global layers math, local layers math'
     assert (model(idx)[0] - expected).abs().max() < 1e-5
     model.attention_backend = 'magic'
-    with pytest.raises(UserError, match="attention_backend='magic': allowed are"):
-        model(idx)
-    model.attention_backend = 'flex'
-    with pytest.raises(UserError, match='runs on CUDA'):
+    with pytest.raises(UserError, match='allowed are'):
         model(idx)
     model.attention_backend = 'flash_attn'
     prepare(model, 20)  # there is no autocast dtype to go by here, and nothing to build

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from attention import backends, cached
-from attention.cached import cached_attention, dequantize, tiles
+from attention.cached import cached_attention, dequantize, scores_dtype, tiles
 from kv.quantize import quantize_int8
 from tests.helpers.models import Largest
 from tests.helpers.models import max_gap as gap
@@ -23,13 +23,9 @@ def qkv(t, n_keys, heads=(4, 2), batch=2, dtype=torch.float64, seed=0):
     return tuple((torch.randn(s, generator=g, dtype=torch.float64) * 1.4).to(dtype) for s in shapes)
 
 
-def attend(q, k, v, window=0, kv_lens=None):
-    return cached_attention(q, k, v, window=window, kv_lens=kv_lens)
-
-
-def attend_int8(q, k, v, window=0, kv_lens=None):
+def attend_int8(q, k, v, **how):
     (k, k_scale), (v, v_scale) = quantize_int8(k), quantize_int8(v)
-    return cached_attention(q, k, v, k_scale, v_scale, window=window, kv_lens=kv_lens)
+    return cached_attention(q, k, v, k_scale, v_scale, **how)
 
 
 def rounded(x):
@@ -37,8 +33,9 @@ def rounded(x):
 
 
 # how K and V are stored -> (attention over them so stored, what the dense reference must be given)
-STORED = pytest.mark.parametrize('attend, held', [(attend, lambda x: x), (attend_int8, rounded)],
-                                 ids=['float64', 'int8'])
+STORED = pytest.mark.parametrize(
+    'attend, held', [(cached_attention, lambda x: x), (attend_int8, rounded)],
+    ids=['float64', 'int8'])
 
 
 @pytest.fixture(params=[1, 30, 100, 2 ** 18])
@@ -57,7 +54,8 @@ def tile(request, monkeypatch):
 def test_chunks_over_keys_in_order(tile, attend, held, t, n_held, heads, window):
     n_held = min(n_held, window - 1) if window else n_held
     q, k, v = qkv(t, n_held + t, heads)
-    assert gap(attend(q, k, v, window), dense_attention(q, held(k), held(v), window)) < 1e-12
+    expected = dense_attention(q, held(k), held(v), window)
+    assert gap(attend(q, k, v, window=window), expected) < 1e-12
 
 
 @STORED
@@ -67,7 +65,7 @@ def test_one_token_sees_every_key_in_any_order(tile, attend, held, heads, window
     q, k, v = qkv(1, n_keys, heads)
     shuffled = torch.randperm(n_keys, generator=torch.Generator().manual_seed(1))
     expected = dense_attention(q, held(k), held(v))
-    assert gap(attend(q, k[:, :, shuffled], v[:, :, shuffled], window), expected) < 1e-12
+    assert gap(attend(q, k[:, :, shuffled], v[:, :, shuffled], window=window), expected) < 1e-12
 
 
 @STORED
@@ -78,7 +76,7 @@ def test_rows_of_different_lengths(tile, attend, held, data, t, window, heads):
     """Each row's output is what it would be by itself, whatever is stored after its keys."""
     lengths = data.draw(st.lists(st.integers(t, 20), min_size=2, max_size=3))
     q, k, v = qkv(t, 24, heads, batch=len(lengths))
-    y = attend(q, k, v, window, torch.tensor(lengths))
+    y = attend(q, k, v, window=window, kv_lens=torch.tensor(lengths))
     for b, n in enumerate(lengths):
         reach = window if t > 1 else 0  # a single token sees all its keys
         alone = dense_attention(q[b:b + 1], *(held(x[b:b + 1, :, :n]) for x in (k, v)), reach)
@@ -88,7 +86,31 @@ def test_rows_of_different_lengths(tile, attend, held, data, t, window, heads):
 @STORED
 def test_a_row_without_keys_is_finite(tile, attend, held):
     q, k, v = qkv(1, 3, batch=1)
-    assert attend(q, k, v, 2, torch.tensor([0])).isfinite().all()
+    assert attend(q, k, v, window=2, kv_lens=torch.tensor([0])).isfinite().all()
+
+
+@STORED
+def test_large_scores_neither_overflow_nor_vanish(tile, attend, held):
+    """exp(1e4) is inf in any dtype, so only differences of scores may be exponentiated."""
+    q, k, v = qkv(1, 37)
+    for size in (1e4, -1e4):
+        k[..., 0], q[..., 0] = size, 2.0
+        assert gap(attend(q, k, v), dense_attention(q, held(k), held(v))) < 1e-9
+
+
+def test_scores_are_at_least_float32():
+    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        assert scores_dtype(dtype) == expected
+
+
+@given(B=st.integers(1, 5), n_kv_head=st.integers(1, 3), S=st.integers(1, 40), D=st.integers(1, 6),
+       size=st.integers(1, 900))
+def test_tiles_are_no_larger_than_asked_and_whole_rows_where_they_fit(B, n_kv_head, S, D, size):
+    for rows, keys in tiles((B, n_kv_head, S, D), size):
+        n_rows, n_keys = rows.stop - rows.start, keys.stop - keys.start
+        assert n_rows * n_keys * n_kv_head * D <= max(size, n_kv_head * D)
+        fitting = min(B - rows.start, size // (n_kv_head * S * D))
+        assert (n_rows, keys) == (fitting, slice(0, S)) if fitting else n_rows == 1
 
 
 @pytest.mark.parametrize('t, n_keys, dtype, window', [

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from config.errors import UserError
 from data.bpe import learn_bpe, learned_encoding
 from data.gpt2_bpe import END_OF_TEXT, encode_text
+from data.long_texts import alphabet_meta, bpe_arrays, char_encoder
 from data.tokenfiles import TokenSplit, meta_problem
 from data.tokenizer import BPETokenizer, bytes_per_token, load_tokenizer
 from interop.tokenizer_files import byte_pairs, save_tokenizer, tokenizer_in
@@ -24,11 +25,15 @@ def test_meta_is_nanogpts():
     assert META['stoi'][END_OF_TEXT] == 319 and META['stoi'][' the'] > 255
     ids = TOKENIZER.encode('the other dagger\n')
     assert ''.join(META['itos'][i] for i in ids) == 'the other dagger\n' and len(ids) < 12
+    short = learn_bpe(['ab'], 1000)
+    assert list(short['stoi'])[256:] == ['ab', END_OF_TEXT] and short['vocab_size'] == 258
 
 
 @given(st.one_of(st.text(), st.text(alphabet=sorted(set(TEXT)), min_size=5)))
-def test_any_text_round_trips(text):
-    assert TOKENIZER.decode(TOKENIZER.encode(text, special=False)) == text
+def test_any_text_round_trips_and_the_special_token_is_not_made_from_it(text):
+    ids = TOKENIZER.encode(text + END_OF_TEXT, special=False)
+    assert TOKENIZER.decode(ids) == text + END_OF_TEXT and 319 not in ids
+    assert TOKENIZER.encode(END_OF_TEXT) == [319]
 
 
 @given(st.text(alphabet=sorted(set(TEXT)), min_size=5))
@@ -44,12 +49,6 @@ def test_half_a_surrogate_pair_is_a_replacement_character():
         assert TOKENIZER.decode(ids) == 'a \ufffd b'
 
 
-def test_the_special_token_is_not_made_from_text():
-    assert TOKENIZER.encode(END_OF_TEXT) == [319]
-    assert 319 not in TOKENIZER.encode(END_OF_TEXT, special=False)
-    assert TOKENIZER.decode([319]) == END_OF_TEXT
-
-
 def test_bytes_per_token_of_a_split(tmp_path):
     text = 'the cat, café' + END_OF_TEXT
     np.array(TOKENIZER.encode(text), dtype='<u2').tofile(tmp_path / 'val.bin')
@@ -59,11 +58,6 @@ def test_bytes_per_token_of_a_split(tmp_path):
     np.zeros(3, dtype='<u2').tofile(tmp_path / 'val.bin')
     assert bytes_per_token(chars, TokenSplit([tmp_path / 'val.bin'])) == 2
     assert bytes_per_token(None, tokens) == bytes_per_token({'vocab_size': 9}, tokens) == 0
-
-
-def test_a_short_text_makes_fewer_tokens():
-    meta = learn_bpe(['ab'], 1000)
-    assert list(meta['stoi'])[256:] == ['ab', END_OF_TEXT] and meta['vocab_size'] == 258
 
 
 @pytest.mark.parametrize('long', ['ab', '12', '+-', ' \t'])
@@ -86,17 +80,42 @@ def test_long_words_are_cut_to_learn_tokens(monkeypatch, capsys, long):
     assert 'more than 1,000 characters were cut' in err and err.count('\n') == 1
 
 
-@pytest.mark.parametrize('stoi', [
-    {chr(b): b for b in range(256)}, {chr(b): b for b in range(1, 256)} | {END_OF_TEXT: 0},
-    {chr(b): b for b in range(257)} | {END_OF_TEXT: 257}])
-def test_other_vocabularies_are_refused(stoi):
-    with pytest.raises(UserError, match='byte pair encoding'):
-        learned_encoding(stoi)
-
-
 def test_export_and_back(tmp_path):
     save_tokenizer(TOKENIZER, tmp_path, 256)
     back = tokenizer_in(tmp_path, 320)
     assert isinstance(back, BPETokenizer) and back.vocab_size == 320
     text = TEXT + 'Unseen: Ünïcödé 🙂' + END_OF_TEXT
     assert back.encode(text) == TOKENIZER.encode(text)
+
+
+# -- long texts: encoded in pieces they give the same ids, however they are cut
+
+def test_bpe_of_any_text_cut_anywhere(tiny):
+    @given(st.lists(st.text(alphabet='the \n\t\x1c\u2003é,\'s', max_size=12), max_size=8))
+    def check(blocks):
+        ids = [i for array in bpe_arrays(tiny, blocks) for i in array.tolist()]
+        assert ids == tiny.encode_ordinary(''.join(blocks))
+    check()
+
+
+def test_a_text_without_blanks_does_not_pile_up(tiny, monkeypatch):
+    monkeypatch.setattr('data.long_texts.LONGEST_PIECE', 1000)
+    arrays = list(bpe_arrays(tiny, ['x' * 300] * 20))
+    assert len(arrays) == 5 and tiny.decode(np.concatenate(arrays).tolist()) == 'x' * 6000
+
+
+def test_a_large_alphabet_fits_uint16():
+    assert alphabet_meta(map(chr, range(65536)))['vocab_size'] == 65536
+
+
+@pytest.mark.parametrize('call, words', [
+    *((lambda stoi=stoi: learned_encoding(stoi), 'byte pair encoding') for stoi in (
+        {chr(b): b for b in range(256)}, {chr(b): b for b in range(1, 256)} | {END_OF_TEXT: 0},
+        {chr(b): b for b in range(257)} | {END_OF_TEXT: 257})),
+    *((lambda text=text: char_encoder(alphabet_meta('ab🙂')['stoi'])(text),
+       'not in the alphabet of 3') for text in ('c', 'ac', '\U0010ffff', '\0', '\ud800')),
+    (lambda: alphabet_meta(map(chr, range(65537))), '65,537 different'),
+    (lambda: alphabet_meta(''), '0 different')])
+def test_what_is_refused(call, words):
+    with pytest.raises(UserError, match=words):
+        call()

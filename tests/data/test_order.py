@@ -32,6 +32,8 @@ def test_large_numbers():
 
 @pytest.mark.parametrize('name', ['sequential', 'shuffled'])
 def test_each_window_once_an_epoch(name):
+    """A window needs one more token, its last target."""
+    assert order(name, n_tokens=100).n == 19 and order(name, n_tokens=101).n == 20
     epochs = order(name).draw(60).view(3, 20)
     for epoch in epochs:
         assert sorted(epoch.tolist()) == list(range(0, 100, 5))
@@ -57,17 +59,6 @@ def test_however_it_is_drawn():
     assert not torch.equal(whole, order('shuffled', seed=4).draw(60))
 
 
-def test_the_last_window_has_its_targets():
-    assert order('sequential', n_tokens=100).n == 19 and order('sequential', n_tokens=101).n == 20
-
-
-def test_another_runs_state_is_refused():
-    with pytest.raises(ValueError, match='random order'):
-        order('shuffled').state = order('random').state
-    with pytest.raises(UserError, match="data_order='sorted'"):
-        order('sorted')
-
-
 @pytest.mark.parametrize('name', ['sequential', 'shuffled'])
 def test_with_windows_of_another_size_it_goes_on_behind_as_many_tokens(name):
     first, second = order(name, size=5), order(name, size=10)
@@ -75,4 +66,6 @@ def test_with_windows_of_another_size_it_goes_on_behind_as_many_tokens(name):
     second.state = first.state
     assert second.drawn == 6 and second.state.tolist() == [6, 10]
     with pytest.raises(ValueError, match='random order'):
-        second.state = torch.zeros(5, dtype=torch.uint8)
+        second.state = order('random').state
+    with pytest.raises(UserError, match="data_order='sorted'"):
+        order('sorted')

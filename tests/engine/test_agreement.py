@@ -10,15 +10,14 @@ from hypothesis import strategies as st
 from attention.backends import INTERPRETING, triton_enabled
 from config.gpt_config import GPTConfig
 from engine.steps import agreement
-from engine.steps import captured
 from engine import native
 from engine.steps.agreement import KNOWN_FIELDS, note_once, unknown_field
 from engine.steps.captured import captured_decode
 from engine.steps.fused import FusedBlock
 from engine.steps.native import native_decode
 from engine.weights.quantize import quantize_weights
-from model import Block, CausalSelfAttention
-from tests.helpers.models import FULL_STACK, configs, random_model, tokens
+from model import CausalSelfAttention
+from tests.helpers.models import FULL_STACK, configs, random_model
 
 # few layers, since interpreted kernels are slow
 SMALL = dict(FULL_STACK, n_layer=3, layer_pattern='LGL', kv_share='', n_head=2, n_embd=16,
@@ -46,6 +45,7 @@ def fused_step(everywhere):
     def step(model, cache):
         with triton_enabled(True):
             decode = captured_decode(model, cache)
+        assert decode is not None  # blocks that are not fused are captured, too
         return decode if type(model.transformer.h[0]) is FusedBlock else None
     return step
 
@@ -121,20 +121,6 @@ def test_a_change_that_acts_anywhere_is_seen(request, monkeypatch, capsys, step,
     step = request.getfixturevalue(step)
     sharpened(monkeypatch, wrong)
     assert refused(step, capsys, 'other logits than model.py')
-
-
-def test_a_change_that_the_fused_blocks_lack_is_captured(everywhere, monkeypatch):
-    model = random_model(GPTConfig(**SMALL), torch.float32)
-    monkeypatch.setattr(captured, 'unknown_field', lambda config: 'query_scale=1.5')
-    sharpened(monkeypatch, lambda start, lens: start >= 8)
-    one, other = (model.new_cache(2, 64) for _ in 'ab')
-    decode = captured_decode(model, other)
-    assert type(model.transformer.h[0]) is Block
-    with torch.inference_mode():
-        for k in range(20):
-            idx = tokens(2, 1, seed=k)
-            expected = model(idx, cache=one)[0][:, -1]
-            assert (decode(idx) - expected).abs().max() < 1e-4
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))

@@ -57,17 +57,6 @@ def test_a_step_is_computed_before_the_tokens_of_the_last_one_are_read(log, para
             assert x.completion is None or assert_same(x.completion, y.completion) is None
 
 
-def test_a_request_that_ends_by_its_length_is_not_computed_once_more(recorded):
-    engine = Engine(model_of('full stack'), 2, 40, asynchronous=True)
-    for n in (2, 6):
-        engine.submit(prompt(3), SamplingParams(n, seed=0))
-    computed = recorded(engine.scheduler, 'computed', lambda request, n: request.number)
-    while engine.n_unfinished:
-        engine.step()
-    # its prompt and all of its tokens but the last
-    assert [computed.count(number) for number in (0, 1)] == [2, 6]
-
-
 def spoilt(asynchronous):
     """An engine with a prefix cache, and a list: while it is not empty, each forward pass takes its
     last entry, and gives logits that are not finite if that is true."""

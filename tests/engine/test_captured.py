@@ -121,7 +121,8 @@ def test_steps_of_many_sizes_are_compiled(monkeypatch):
 
 
 @torch.inference_mode()
-def test_what_cannot_be():
+def test_what_cannot_be(monkeypatch):
+    """Capturing suits CUDA and not float64; deciding this does not query the device."""
     model = random_model(GPTConfig(**FULL_STACK))
     cache = new_cache(model, 'auto', False)
     decode = CapturedDecode(model, cache)
@@ -136,7 +137,10 @@ def test_what_cannot_be():
         model(tokens(3, 2), cache=StaticCache(cache, 3))
     with pytest.raises(UserError, match='row 3'):
         cache.advance([3])
-    assert not suits_capture(model)
+    monkeypatch.setattr(captured_module, 'triton_usable', lambda device: device.type == 'cuda')
+    for place, dtype in (('cuda', torch.float32), ('cpu', torch.float32), ('cuda', torch.float64)):
+        suits = suits_capture(SimpleNamespace(device=torch.device(place), dtype=dtype))
+        assert suits == (place == 'cuda' and dtype == torch.float32)
 
 
 @pytest.mark.gpu
@@ -229,12 +233,3 @@ def test_what_is_sampled_in_the_step(device, monkeypatch):
     found = decode.sample_rows(logits.roll(1, -1), rows, [0, 1, 2])
     assert found.tokens.tolist() == sample_rows(logits.roll(1, -1), rows).tokens.tolist()
     assert found.tokens.tolist() != expected
-
-
-def test_where_it_suits(monkeypatch):
-    """On CUDA and not in float64; deciding this does not query the device."""
-    model = SimpleNamespace(device=torch.device('cuda'), dtype=torch.float32)
-    monkeypatch.setattr(captured_module, 'triton_usable', lambda device: device.type == 'cuda')
-    assert suits_capture(model)
-    for name, value in (('device', torch.device('cpu')), ('dtype', torch.float64)):
-        assert not suits_capture(SimpleNamespace(**vars(model) | {name: value})), name

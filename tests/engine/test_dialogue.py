@@ -33,24 +33,17 @@ def test_wrong_templates_are_refused(turn):
         Template(turn)
 
 
-def test_the_prompt_is_all_turns_and_the_head_of_the_next():
+@pytest.mark.parametrize('said', ['de\n\n', 'de', 'de\n\nfg', 'de\n'])
+def test_the_prompt_is_all_texts_however_a_reply_ended_and_the_head_of_the_next(said):
     d = dialogue()
     d.say('A', 'abc')
     assert TOKENIZER.decode(d.prompt('B')) == 'A.\nabc\n\nB.\n'
-    before = d.prompt('B')
-    d.reply('B', 'de', TOKENIZER.encode('de\n\n'))
-    d.say('A', 'f')
-    assert TOKENIZER.decode(d.prompt('B')) == 'A.\nabc\n\nB.\nde\n\nA.\nf\n\nB.\n'
-    # as in the cache
-    assert d.prompt('B')[:len(before) + 4] == before + TOKENIZER.encode('de\n\n')
-
-
-@pytest.mark.parametrize('said', ['de\n\n', 'de', 'de\n\nfg', 'de\n'])
-def test_a_reply_says_its_text_however_it_ended(said):
-    d = dialogue()
-    d.say('A', 'abc')
     d.reply('B', 'de', TOKENIZER.encode(said))
-    assert TOKENIZER.decode(d.turns[-1].ids) == 'B.\nde\n\n'
+    for text in ('a\r\nb\n\nc', 'd\n\n'):  # nobody says these
+        d.narrate(text)
+    d.say('A', 'f')
+    assert TOKENIZER.decode(d.prompt('B')) == (
+        'A.\nabc\n\nB.\nde\n\na\nb\n\nc\n\nd\n\nA.\nf\n\nB.\n')
 
 
 def test_a_reply_that_ended_with_the_token_for_it_keeps_its_tokens():
@@ -59,14 +52,6 @@ def test_a_reply_that_ended_with_the_token_for_it_keeps_its_tokens():
     sampled = [*b'e', 0xe2, 0x82]  # part of a character: its text has other tokens
     d.reply('B', tokenizer.decode(sampled), sampled + [tokenizer.end_of_text])
     assert d.turns[-1].ids == [*b'B.\n', *sampled, *b'\n\n']
-
-
-def test_texts_that_nobody_says_stand_between_the_turns():
-    d = dialogue()
-    for text in ('a\r\nb\n\nc', 'd\n\n'):
-        d.narrate(text)
-        d.say('A', 'e')
-    assert TOKENIZER.decode(d.prompt('B')) == 'a\nb\n\nc\n\nA.\ne\n\nd\n\nA.\ne\n\nB.\n'
 
 
 @pytest.mark.parametrize('turn, text, folded', [
@@ -101,12 +86,18 @@ def test_the_oldest_are_left_out_of_prompts_first_and_come_back_when_there_is_ro
     whole = d.prompt('B')
     assert [d.trim(room) for room in (21, 13, 12)] == [0, 1, 2]
     assert TOKENIZER.decode(d.prompt('B')) == 'A.\nc\n\nB.\n'
-    assert [turn.text for turn in d.turns] == ['aaa', 'bb', 'c']
     assert d.trim(0) == 3 and TOKENIZER.decode(d.prompt('B')) == 'B.\n'
     d.untrim(20)
     assert d.trimmed == {'main': 3}
     d.untrim(21)
     assert d.prompt('B') == whole
+    d.trim(6)
+    d.cut(2)  # which makes room for earlier ones
+    assert TOKENIZER.decode(d.prompt('B')) == 'A.\naaa\n\nA.\nbb\n\nB.\n'
+    d.trim(7)
+    d.say('A', 'c')
+    d.cut(2)
+    assert TOKENIZER.decode(d.prompt('B')) == 'A.\nbb\n\nB.\n'  # unchanged, so that a cache has it
 
 
 def test_trimmed_turns_are_kept_by_branch_and_file(tmp_path):
@@ -127,17 +118,6 @@ def test_trimmed_turns_are_kept_by_branch_and_file(tmp_path):
         assert again.trimmed == ({'main': 3, 'other': 0} if trimmed else {})
 
 
-def test_turns_that_are_taken_back_make_room_for_earlier_ones():
-    d = of_three_turns()
-    d.trim(6)
-    d.cut(2)
-    assert TOKENIZER.decode(d.prompt('B')) == 'A.\naaa\n\nA.\nbb\n\nB.\n'
-    d.trim(7)
-    d.say('A', 'c')
-    d.cut(2)
-    assert TOKENIZER.decode(d.prompt('B')) == 'A.\nbb\n\nB.\n'  # unchanged, so that a cache has it
-
-
 def test_branches_go_on_apart():
     d = dialogue()
     d.say('A', 'a')
@@ -154,25 +134,21 @@ def test_branches_go_on_apart():
         d.switch('x')
 
 
-@pytest.mark.parametrize('change', [
-    'no json', [], {}, {'version': 9}, {'turn': '{name}:{text}\n'}, {'branches': {}},
-    {'branches': 3}, {'branches': {'main': [{'name': 'A'}]}},
-    *({'branches': {'main': [{'name': 'A', 'text': 'abc', 'ids': ids}]}} for ids in ([1, 2], 'x'))],
-    ids=str)
-def test_another_file_is_refused_and_changes_nothing(tmp_path, change):
+def test_another_file_is_refused_and_changes_nothing(tmp_path):
     d, path = dialogue(), tmp_path / 'chat.json'
     d.say('A', 'abc')
     d.save(path)
-    document = json.loads(path.read_text()) | change if change and change != 'no json' else change
-    path.write_text(document if change == 'no json' else json.dumps(document))
-    with pytest.raises(UserError, match='chat.json'):
-        d.load(path)
-    assert [turn.text for turn in d.turns] == ['abc']
-
-
-def test_where_it_cannot_be_written(tmp_path):
+    whole = json.loads(path.read_text())
+    changes = [{'version': 9}, {'turn': '{name}:{text}\n'}, *({'branches': wrong} for wrong in (
+        {}, 3, {'main': [{'name': 'A'}]}, {'main': [{'name': 'A', 'text': 'abc', 'ids': [1, 2]}]},
+        {'main': [{'name': 'A', 'text': 'abc', 'ids': 'x'}]}))]
+    for text in ('no json', '[]', '{}', *(json.dumps(whole | change) for change in changes)):
+        path.write_text(text)
+        with pytest.raises(UserError, match='chat.json'):
+            d.load(path)
+        assert [turn.text for turn in d.turns] == ['abc'], text
     with pytest.raises(UserError, match='cannot be written'):
-        dialogue().save(tmp_path / 'none' / 'chat.json')
+        d.save(tmp_path / 'none' / 'chat.json')
 
 
 def test_only_its_owner_can_read_a_conversation(tmp_path, monkeypatch):

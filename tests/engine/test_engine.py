@@ -1,5 +1,7 @@
 """The engine: a request's result depends only on the request, however rows, pages and chunks are
 shared (in float64)."""
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -128,14 +130,18 @@ def text_alone(text='abc', **params):
 
 @pytest.mark.parametrize('budget', [0, 16])
 def test_streamed_text_ends_before_the_stop_text(budget):
-    """Even if stop texts straddle tokens, and after preemption."""
-    model, texts = model_of('full stack'), ['ab', 'cde', 'wvutsrq', 'a']
+    """Even if stop texts straddle tokens, end with the last one or are incomplete there, or are the
+    text of a stop token; and after preemption."""
+    model, texts = model_of('full stack'), ['ab', 'cde', 'wvutsrq', 'a', 'bc', 'abc']
     whole = [text_alone(text, max_new_tokens=40, seed=k).text for k, text in enumerate(texts)]
-    stops = [(whole[0][9:12],), (whole[1][20:22], 'zz'), (), (whole[3][:1] + 'z', whole[3][30:34])]
+    stops = [(whole[0][9:12],), (whole[1][20:22], 'zz'), (whole[2][-2:] + 'z',),
+             (whole[3][:1] + 'z', whole[3][30:34]), (whole[4][-3:],), (whole[5][20],)]
     params = [SamplingParams(40, temperature=1.5, seed=k, stop=s) for k, s in enumerate(stops)]
+    params[5] = dataclasses.replace(params[5], stop=(), stop_tokens=(
+        ALPHABET.index(whole[5][20]),))
     engine = Engine(model, 3, 60, page_size=4, prefill_chunk=4, tokenizer=TOKENIZER,
                     kv_budget=budget and budget_for(model, 3, 60, budget, 4))
-    pieces, completions = [''] * 4, [None] * 4
+    pieces, completions = [''] * 6, [None] * 6
     for event in engine.stream(texts, params):
         assert completions[event.index] is None
         pieces[event.index] += event.text
@@ -146,21 +152,6 @@ def test_streamed_text_ends_before_the_stop_text(budget):
         assert completion.finish_reason == ('stop' if cut < 40 else 'length')
         assert TOKENIZER.decode(completion.tokens).startswith(completion.text)
     assert_idle(engine)
-
-
-def test_a_stop_may_be_a_token_or_end_with_the_last_token_or_be_incomplete_there():
-    text = text_alone(max_new_tokens=12, seed=5).text
-    n = next(n for n in range(3, 12) if text[n] not in text[:n])
-    for stop in (dict(stop=(text[n],)), dict(stop_tokens=(ALPHABET.index(text[n]),))):
-        for more in (0, 9):
-            done = text_alone(max_new_tokens=n + 1 + more, seed=5, **stop)
-            # the token is not in the text
-            assert (done.text, done.finish_reason, len(done.tokens)) == (text[:n], 'stop', n + 1)
-    engine = Engine(model_of('full stack'), 1, 20, tokenizer=TOKENIZER)
-    params = SamplingParams(12, temperature=1.5, seed=5, stop=(text[-2:] + 'a',))
-    *before, last = engine.stream(['abc'], params)
-    assert last.completion.finish_reason == 'length' and last.completion.text == text
-    assert last.text == text[-2:] and ''.join(e.text for e in before) == text[:-2]
 
 
 def test_on_event_sees_every_token_and_without_a_tokenizer_no_text():

@@ -19,17 +19,27 @@ def by_extension(monkeypatch, recorded) -> list:
     return recorded(linear, 'by_extension', lambda described, x: x.shape)
 
 
+def in_float64(layer, x):
+    bias = None if layer.bias is None else layer.bias.double()
+    return nn.functional.linear(x.double(), layer.weight.double(), bias)
+
+
 @pytest.mark.parametrize('dtype, error', [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
 @pytest.mark.parametrize('n_out, bias', [(16, False), (65, True)])
 @pytest.mark.parametrize('shape', [(1, 48), (2, 1, 48), (2, 3, 48), (8, 48)])
 def test_few_rows_equal_a_plain_linear(by_extension, shape, n_out, bias, dtype, error):
+    """Also once their weight has changed or been replaced."""
     layer, x = FewRowsLinear(shape[-1], n_out, bias=bias).to(dtype), torch.randn(shape).to(dtype)
-    expected = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double() if bias
-                                    else None)
-    with torch.no_grad():
-        y = layer(x)
-    assert len(by_extension) == 1 and y.dtype == dtype
-    assert y.shape == expected.shape and y.is_contiguous() and (y - expected).abs().max() < error
+    other = nn.Parameter(torch.full_like(layer.weight, 0.1))
+    for change in (lambda: None, lambda: layer.weight.mul_(2),
+                   lambda: setattr(layer, 'weight', other)):
+        with torch.no_grad():
+            change()
+            y = layer(x)
+        expected = in_float64(layer, x)
+        assert y.dtype == dtype and y.shape == expected.shape and y.is_contiguous()
+        assert (y - expected).abs().max() < error
+    assert len(by_extension) == 3
 
 
 def described(weight, bias=None):
@@ -81,19 +91,8 @@ def test_bfloat16_goes_through_float32_where_that_is_faster(monkeypatch, recorde
     layer, x = FewRowsLinear(48, 20, bias=bias).bfloat16(), torch.randn(3, 5, 48).bfloat16()
     with torch.no_grad():
         y = layer(x)
-    expected = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double() if bias
-                                    else None)
+    expected = in_float64(layer, x)
     assert y.dtype == torch.bfloat16
     assert ((y - expected) / (1 + expected.abs())).abs().max() < 2 ** -9  # the result's rounding
     in_float32 = [(torch.float32, n) for n in (7, 7, 6)]
     assert calls[:-1] == (in_float32 if faster else [(torch.bfloat16, 20)])
-
-
-def test_a_weight_that_changes_or_is_replaced_counts_at_once(by_extension):
-    layer, x = FewRowsLinear(48, 64), torch.randn(2, 48)
-    with torch.no_grad():
-        for change in (lambda: layer.weight.mul_(2),
-                       lambda: setattr(layer, 'weight', nn.Parameter(torch.ones(64, 48)))):
-            change()
-            assert (layer(x) - nn.functional.linear(x, layer.weight, layer.bias)).abs().max() < 1e-4
-    assert len(by_extension) == 2

@@ -170,13 +170,6 @@ class Pages(RuleBasedStateMachine):
         assert self.table.rows[row] == []
         self.text[row], self.reserved[row] = [], 0
 
-    @precondition(lambda self: self.table.n_free < self.table.n_pages)
-    @rule()
-    def release_all(self):
-        for row in range(N_ROWS):
-            self.release(row)
-        assert self.table.n_available == self.table.n_pages
-
     # -- invariants --------------------------------------------------------------------------------
 
     @invariant()

@@ -1,11 +1,8 @@
 """Parameters of a request: which values are accepted and which are refused."""
 import dataclasses
-import json
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from config.errors import UserError
 from engine.requests.params import SamplingParams, sample_seed
@@ -101,22 +98,6 @@ def test_an_unknown_key_is_refused(key, near):
     before, after = str(caught.value).split('allowed')
     assert repr(key) in before and ('did you mean' in before) == bool(near) and near in before
     assert all(name in after for name in NAMES)
-
-
-JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-                    lambda inner: st.lists(inner, max_size=3)
-                    | st.dictionaries(st.text(max_size=3), inner, max_size=2))
-
-
-@given(st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=3), JSON, max_size=4))
-def test_whatever_json_says_is_taken_or_refused(given):
-    try:
-        p = SamplingParams.from_dict(given)
-    except UserError as e:
-        assert any(key in str(e) or repr(key)[1:-1] in str(e) for key in given)
-    else:
-        document = json.dumps(dataclasses.asdict(p), allow_nan=False)
-        assert SamplingParams.from_dict(json.loads(document)) == p
 
 
 def test_huge_and_deep_values_make_short_messages():

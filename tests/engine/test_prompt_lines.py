@@ -110,11 +110,12 @@ def test_prompts_that_the_alphabet_lacks_get_an_error_of_their_own(requests):
     assert (lines[1].prompt, lines[1].id, lines[3].error) == ('aXb', 5, '') and read[1].error == ''
 
 
-KEYS = st.sampled_from(['prompt', 'id', 'temperature', 'top_k', 'stop', 'seed', 'x'])
+KEYS = st.sampled_from(['prompt', 'id', 'x', *(f.name for f in dataclasses.fields(DEFAULTS))])
 VALUES = st.recursive(st.none() | st.booleans() | st.integers(-3, 300) | st.floats()
                       | st.text(max_size=4), lambda inner: st.lists(inner, max_size=2)
                       | st.dictionaries(KEYS, inner, max_size=2))
-LINES = ((st.dictionaries(KEYS, VALUES, max_size=4) | VALUES).map(json.dumps)
+OBJECTS = st.dictionaries(KEYS, VALUES, max_size=4)
+LINES = ((OBJECTS | OBJECTS.map(lambda given: {'prompt': 'a'} | given) | VALUES).map(json.dumps)
          | st.text(max_size=20).map(lambda text: text.replace('\n', '').replace('\r', '')))
 
 
@@ -126,7 +127,10 @@ def test_whatever_the_lines_are_each_is_a_request_or_an_error(tmp_path_factory, 
     read = read_requests(str(path), DEFAULTS)
     assert [line.line_number for line in read] == list(range(1, len(lines) + 2))
     for request in read:
-        assert bool(request.prompt) != bool(request.error)
+        assert request.prompt or request.error
+        assert request.params == DEFAULTS or not request.error
         assert '\n' not in request.error
+        params = json.dumps(dataclasses.asdict(request.params), allow_nan=False)
+        assert SamplingParams.from_dict(json.loads(params)) == request.params
         json.dumps({'id': request.id, 'prompt': request.prompt, 'error': request.error},
                    allow_nan=False).encode()

@@ -6,40 +6,38 @@ import torch
 from config.errors import UserError
 from generate import Generation, Sampler
 from model import GPT
-from tests.generate.test_generate import (
-    FULL_STACK,
-    KINDS,
-    VANILLA,
-    prompt,
-    seeded,
-    sharp_model,
-    uncached,
-)
+from tests.generate.test_generate import FULL_STACK, KINDS, VANILLA, sharp_model, uncached
+from tests.helpers.models import tokens
 
 RAGGED_LOCAL = dict(FULL_STACK, layer_pattern='LG', kv_share='', share_global_kv=False, n_layer=3,
                     window_size=4)
 
 
 def prompts_of(lengths):
-    return [prompt(1, n, seed=k)[0] for k, n in enumerate(lengths)]
+    return [tokens(1, n, seed=k)[0] for k, n in enumerate(lengths)]
+
+
+def seeded(n):
+    return [torch.Generator().manual_seed(k) for k in range(n)]
 
 
 def alone(model, prompts, n, sampler):
     """(B, n) tokens from full forwards, each prompt by itself; `sampler`: (temperature, top_k)."""
     rows = []
     for p, generator in zip(prompts, seeded(len(prompts))):
-        rows.append(uncached(model, p[None], n, *sampler, [generator])[:, p.numel():])
+        rows.append(uncached(model, p[None], n, *sampler, generator)[:, p.numel():])
     return torch.cat(rows)
 
 
 @pytest.mark.parametrize('kind', [VANILLA, FULL_STACK, RAGGED_LOCAL],
                          ids=['vanilla', 'full stack', 'unshared'])
-@pytest.mark.parametrize('lengths', [(1, 9, 4), (2, 30, 11), (23, 24, 25)], ids=str)
+@pytest.mark.parametrize('lengths', [(1, 9, 4), (2, 30, 11), (23, 24, 25), (7, 7), (40, 40)],
+                         ids=str)
 @pytest.mark.parametrize('sampler', [(0, 0), (1.3, 8)], ids=['greedy', 'sampled'])
 def test_each_prompt_gets_the_tokens_it_gets_alone(kind, lengths, sampler):
     model, prompts = sharp_model(kind), prompts_of(lengths)
-    made = Generation(model, prompts, 20, Sampler(*sampler, generators=seeded(len(prompts))))
-    assert torch.equal(torch.cat(list(made), dim=1), alone(model, prompts, 20, sampler))
+    made = Generation(model, prompts, 30, Sampler(*sampler, generators=seeded(len(prompts))))
+    assert torch.equal(torch.cat(list(made), dim=1), alone(model, prompts, 30, sampler))
 
 
 def test_only_rows_past_block_size_are_recomputed_and_no_finished_ones(monkeypatch):
@@ -90,12 +88,12 @@ def test_a_row_ends_on_its_first_stop_token_and_the_others_go_on(kind, lengths, 
 
 
 def test_generate_with_stop_tokens():
-    model, idx = sharp_model(FULL_STACK), prompt(3, 5)
+    model, idx = sharp_model(FULL_STACK), tokens(3, 5)
     torch.manual_seed(3)
     whole = model.generate(idx, 40)[:, 5:].tolist()
     torch.manual_seed(3)
-    tokens = model.generate(idx, 40, stop_tokens=(2, 9))
-    assert tokens[:, 5:].tolist() == until_stop(whole, (2, 9)) and tokens.size(1) < 45
+    found = model.generate(idx, 40, stop_tokens=(2, 9))
+    assert found[:, 5:].tolist() == until_stop(whole, (2, 9)) and found.size(1) < 45
 
 
 @KINDS
@@ -109,15 +107,15 @@ def test_rows_may_be_finished_from_outside(kind, stop_tokens):
     generation = Generation(model, prompts, 20, Sampler(0),
                             stop_tokens=unseen if stop_tokens else ())
     generation.finish(2)
-    tokens = []
+    made = []
     for k, new in enumerate(generation):
-        tokens.append(new)
+        made.append(new)
         if k in (3, 8):
             generation.finish(1 if k == 3 else 0)
-    tokens = torch.cat(tokens, dim=1)
-    assert tokens.shape == (3, 9) and torch.equal(tokens[0], whole[0, :9])
-    assert tokens[1].tolist() == whole[1, :4].tolist() + [whole[1, 3]] * 5
-    assert tokens[2].tolist() == [prompts[2][-1]] * 9
+    found = torch.cat(made, dim=1)
+    assert found.shape == (3, 9) and torch.equal(found[0], whole[0, :9])
+    assert found[1].tolist() == whole[1, :4].tolist() + [whole[1, 3]] * 5
+    assert found[2].tolist() == [prompts[2][-1]] * 9
     assert generation.finished == [True] * 3
 
 

@@ -1,6 +1,7 @@
 """The exported model equals GPT: full, cached, left-padded, in generation and in training."""
 import copy
 import dataclasses
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from interop.export import hf_model
 from interop.huggingface import derived_keys
 from interop.modeling_nanokv import NanoKVForCausalLM
 from interop.nanokv_vllm.config import NanoKVConfig
+from kv.plan import plan_kv
 from tests.helpers.models import FULL_STACK, VOCAB, full_logits, random_model, tokens
 
 SHAPE = dict(n_layer=7, n_head=4, n_embd=24, block_size=64, vocab_size=VOCAB)
@@ -74,22 +76,30 @@ def test_whole_and_packed_texts(pair, attention):
     torch.testing.assert_close(found, expected, **NEAR)
 
 
+def in_pieces(theirs, idx, cache, cuts):
+    """Logits of idx, which goes through the cache piece by piece."""
+    return torch.cat([theirs(piece, past_key_values=cache, use_cache=True).logits
+                      for piece in idx.split(cuts, dim=1)], dim=1)
+
+
+def held(cache):
+    return sum(x.numel() * x.element_size() for layer in cache.layers
+               for x in (layer.keys, layer.values) if x is not None)
+
+
 @torch.no_grad()
-def test_in_pieces_by_a_cache_that_is_small(pair):
+def test_in_pieces_by_caches_of_the_plans_bytes(pair):
+    """A dynamic cache keeps one position less than the window. The state of offset keys is derived
+    from all keys there."""
     ours, theirs = pair
-    idx, cache, out = tokens(2, 40), None, []
-    for piece in idx.split([3, 1, 1, 17, 1, 9, 8], dim=1):
-        found = theirs(piece, past_key_values=cache, use_cache=True)
-        cache = found.past_key_values
-        out.append(found.logits)
-    torch.testing.assert_close(torch.cat(out, dim=1), full_logits(ours, idx), **NEAR)
-    held = [getattr(layer, 'keys', None) for layer in cache.layers]
-    for layer, keys in zip(ours.plan.layers, held):
-        assert (keys is not None and keys.numel() > 0) == layer.owns
-        if layer.owns:  # the last window, without the next query's position
-            positions = layer.window - 1 if layer.window else 40
-            slot = ours.plan.slots[layer.slot]
-            assert keys.shape == (2, slot.n_kv_head, positions, slot.head_dim)
+    idx, c = tokens(2, 40), ours.config
+    narrower = plan_kv(dataclasses.replace(c, window_size=max(0, c.window_size - 1)))
+    state = 2 * sum(slot.state_nbytes('float32') for slot in ours.plan.slots)
+    for cache, plan, room in ((DynamicCache(config=theirs.config), narrower, 40),
+                              (StaticCache(config=theirs.config, max_cache_len=50), ours.plan, 50)):
+        found = in_pieces(theirs, idx, cache, [3, 1, 1, 17, 1, 9, 8])
+        torch.testing.assert_close(found, full_logits(ours, idx), **NEAR)
+        assert held(cache) == plan.nbytes(2, room, 'float32') - state
 
 
 def greedy(model, idx, n):
@@ -99,68 +109,27 @@ def greedy(model, idx, n):
 
 
 @pytest.mark.filterwarnings('ignore:layer_pattern')
+@pytest.mark.parametrize('kept_in', ['dynamic', 'static'])
 @torch.no_grad()
-def test_generate(pair):
+def test_generate(pair, kept_in):
     """Beyond two windows; padded on the left; and with beams, which reorder the cache."""
     ours, theirs = pair
     prompts, n = tokens(3, 9, seed=1), 25
-    settings = dict(max_new_tokens=n, do_sample=False, pad_token_id=0)
+    settings = dict(max_new_tokens=n, do_sample=False, pad_token_id=0, disable_compile=True,
+                    cache_implementation=kept_in)
     expected = greedy(ours, prompts, n)
     found = theirs.generate(prompts, attention_mask=torch.ones_like(prompts), **settings)
     assert torch.equal(found, expected)
-    mask = torch.tensor([[0] * 4 + [1] * 9] * 3)
-    padded = torch.cat([torch.zeros(3, 4, dtype=torch.long), prompts], dim=1)
-    found = theirs.generate(padded, attention_mask=mask, **settings)
-    assert torch.equal(found[:, 4:], expected)
     mixed = torch.cat([torch.zeros(1, 4, dtype=torch.long), prompts[:1, :5]], dim=1), prompts[1:2]
     mask = torch.tensor([[0] * 4 + [1] * 5, [1] * 9])
     found = theirs.generate(torch.cat(mixed), attention_mask=mask, **settings)
     assert torch.equal(found[0, 4:], greedy(ours, prompts[:1, :5], n)[0])
     assert torch.equal(found[1], expected[1])
-    settings |= dict(num_beams=3, attention_mask=torch.ones_like(prompts[:1]))
-    beams = theirs.generate(prompts[:1], **settings)
-    assert torch.equal(beams, theirs.generate(prompts[:1], use_cache=False, **settings))
-
-
-@torch.no_grad()
-def test_generate_by_a_static_cache(some_pair):
-    ours, theirs = some_pair
-    prompts = tokens(2, 9, seed=1)
-    settings = dict(max_new_tokens=25, do_sample=False, pad_token_id=0, disable_compile=True,
-                    cache_implementation='static')
-    expected = greedy(ours, prompts, 25)
-    found = theirs.generate(prompts, attention_mask=torch.ones_like(prompts), **settings)
-    assert torch.equal(found, expected)
-    padded = torch.cat([torch.zeros(2, 4, dtype=torch.long), prompts], dim=1)
-    mask = torch.tensor([[0] * 4 + [1] * 9] * 2)
-    found = theirs.generate(padded, attention_mask=mask, **settings)
-    assert torch.equal(found[:, 4:], expected)
-
-
-@torch.no_grad()
-def test_the_bytes_of_caches_are_the_plans(pair):
-    """Except those of the state of offset keys, which are derived from all keys there."""
-    ours, theirs = pair
-    for cache, T in ((DynamicCache(config=theirs.config), 4),  # keeps one position less than W
-                     (StaticCache(config=theirs.config, max_cache_len=20), 20)):
-        theirs(tokens(2, 4), past_key_values=cache)
-        found = sum(x.numel() * x.element_size() for layer in cache.layers
-                    for x in (layer.keys, layer.values) if x is not None)
-        state = sum(slot.state_nbytes('float32') for slot in ours.plan.slots)
-        assert found == ours.plan.nbytes(2, T, 'float32') - 2 * state
-
-
-@torch.no_grad()
-def test_rows_of_a_cache_are_selected_and_repeated(some_pair):
-    ours, theirs = some_pair
-    idx, rows = tokens(3, 20), torch.tensor([2, 0])
-    cache = theirs(idx[:, :10], use_cache=True).past_key_values
-    cache.reorder_cache(torch.tensor([1, 2, 0]))
-    cache.batch_select_indices(torch.tensor([1, 2]))  # of [1, 2, 0]
-    cache.batch_repeat_interleave(2)
-    rows = rows.repeat_interleave(2)
-    found = theirs(idx[rows, 10:], past_key_values=cache).logits
-    torch.testing.assert_close(found, full_logits(ours, idx)[rows, 10:], **NEAR)
+    if kept_in == 'dynamic':
+        settings |= dict(num_beams=3, attention_mask=torch.ones_like(prompts[:1]))
+        beams = theirs.generate(prompts[:1], **settings)
+        del settings['cache_implementation']
+        assert torch.equal(beams, theirs.generate(prompts[:1], use_cache=False, **settings))
 
 
 @pytest.mark.parametrize('name', ['full', 'offset', 'tied', 'latents'])
@@ -170,24 +139,26 @@ def test_keys_and_values_are_rounded_as_in_training(name):
     config = GPTConfig(**SHAPES[name] | dict(kv_quant_train='int8', attn_sink=False))
     ours = random_model(config)
     theirs = hf_model(ours, torch.float64)
-    idx, cache, out = tokens(2, 40), None, []
-    for piece in idx.split([17, 1, 22], dim=1):
-        found = theirs(piece, past_key_values=cache, use_cache=True)
-        cache = found.past_key_values
-        out.append(found.logits)
+    idx = tokens(2, 40)
+    found = in_pieces(theirs, idx, DynamicCache(config=theirs.config), [17, 1, 22])
     expected = full_logits(ours, idx)
-    torch.testing.assert_close(torch.cat(out, dim=1), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
     plain = random_model(dataclasses.replace(config, kv_quant_train=''))
     assert (full_logits(plain, idx) - expected).abs().max() > 1e-3
 
 
 def test_a_file_comes_back_bit_for_bit(pair, tmp_path):
-    ours, _ = pair
+    ours, theirs = pair
     hf_model(ours).save_pretrained(tmp_path)
     again = import_hf.checkpoint_of(tmp_path)
     assert again['model_args'] == model_args(ours.config)
     assert again['model'].keys() == ours.state_dict().keys()
     assert all(torch.equal(x, again['model'][name]) for name, x in ours.state_dict().items())
+    theirs.resize_token_embeddings(VOCAB + 3)
+    theirs.save_pretrained(tmp_path)
+    again = NanoKVForCausalLM.from_pretrained(tmp_path).eval()
+    assert again.transformer.wte.weight.shape[0] == VOCAB + 3 == again.config.vocab_size
+    assert torch.equal(again(tokens(1, 9)).logits, theirs(tokens(1, 9)).logits)
 
 
 def test_new_weights_are_those_of_training():
@@ -200,13 +171,15 @@ def test_new_weights_are_those_of_training():
         assert 0.015 < up.std() < 0.025
 
 
-@pytest.mark.parametrize('name, attention, field', [
-    ('sinks', 'flex_attention', 'attn_sink'), ('offset', 'flash_attention_2', 'key_offset')])
-def test_attention_without_a_mechanism_is_refused(name, attention, field):
+@pytest.mark.parametrize('name, attention, n_tokens, named', [
+    ('sinks', 'flex_attention', 4, "'flex_attention' does not have attn_sink=True: use 'sdpa'"),
+    ('offset', 'flash_attention_2', 4, "'flash_attention_2' does not have key_offset=True: use"),
+    ('vanilla', 'sdpa', 65, '65 tokens is longer than the 64 positions')])
+def test_what_the_model_cannot_do_is_refused(name, attention, n_tokens, named):
     theirs = NanoKVForCausalLM(exported_config(GPTConfig(**SHAPES[name])))
     theirs.config._attn_implementation = attention  # flash attention is not installed
-    with pytest.raises(ValueError, match=f"'{attention}' does not have {field}=True: use 'sdpa'"):
-        theirs(tokens(1, 4))
+    with pytest.raises(ValueError, match=named):
+        theirs(torch.zeros(1, n_tokens, dtype=torch.long))
 
 
 @torch.no_grad()
@@ -257,24 +230,12 @@ def test_positions_that_are_given(pair):
     padded = torch.cat([idx[:, :30], idx], dim=1)
     mask = torch.cat([torch.zeros(2, 30), torch.ones(2, 40)], dim=1).long()
     position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
-    found = theirs(padded, attention_mask=mask, position_ids=position_ids).logits
-    torch.testing.assert_close(found[:, 30:], full_logits(ours, idx), **NEAR)
-    cache, out = DynamicCache(config=theirs.config), []
-    for a, b in ((0, 29), (29, 30), (30, 31), (31, 70)):  # pieces that are only padding
-        found = theirs(padded[:, a:b], attention_mask=mask[:, :b], past_key_values=cache,
-                       position_ids=position_ids[:, a:b])
-        out.append(found.logits)
-    found = torch.cat(out, dim=1)[:, 30:]
-    torch.testing.assert_close(found, full_logits(ours, idx), **NEAR)
-
-
-def test_more_tokens_survive_their_file(tmp_path):
-    theirs = NanoKVForCausalLM(exported_config(GPTConfig(**FULL_STACK))).eval()
-    theirs.resize_token_embeddings(VOCAB + 3)
-    theirs.save_pretrained(tmp_path)
-    again = NanoKVForCausalLM.from_pretrained(tmp_path).eval()
-    assert again.transformer.wte.weight.shape[0] == VOCAB + 3 == again.config.vocab_size
-    assert torch.equal(again(tokens(1, 9)).logits, theirs(tokens(1, 9)).logits)
+    for cuts in ([0, 70], [0, 29, 30, 31, 70]):  # some pieces are only padding
+        cache = DynamicCache(config=theirs.config)
+        out = [theirs(padded[:, a:b], attention_mask=mask[:, :b], past_key_values=cache,
+                      position_ids=position_ids[:, a:b]).logits for a, b in pairwise(cuts)]
+        found = torch.cat(out, dim=1)[:, 30:]
+        torch.testing.assert_close(found, full_logits(ours, idx), **NEAR)
 
 
 def test_it_can_be_trained(pair):
@@ -295,23 +256,16 @@ def test_it_can_be_trained(pair):
 @pytest.mark.parametrize('reentrant', [True, False])
 def test_checkpointing_does_not_change_gradients(some_pair, reentrant):
     """Reentrant checkpointing sees only tensors that are arguments or outputs of a block itself."""
-    theirs, idx, found = some_pair[1].train(), tokens(2, 20), []
-    for checkpointed in (False, True):
-        if checkpointed:
-            theirs.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
-        theirs.zero_grad()
-        out = theirs(idx, labels=idx, use_cache=True)
-        out.loss.backward()
-        found.append([p.grad for p in theirs.parameters()])
-        assert out.past_key_values is None
-    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+    theirs, idx = some_pair[1].train(), tokens(2, 20)
+    theirs(idx, labels=idx).loss.backward()
+    expected = [p.grad for p in theirs.parameters()]
+    theirs.zero_grad()
+    theirs.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
+    out = theirs(idx, labels=idx, use_cache=True)
+    out.loss.backward()
+    found = [p.grad for p in theirs.parameters()]
+    assert out.past_key_values is None
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     cache = theirs.eval()(idx, use_cache=True).past_key_values
     with pytest.raises(ValueError, match='past_key_values .* checkpoint'):
         theirs.train()(idx, past_key_values=cache)
-
-
-@torch.no_grad()
-def test_more_positions_than_were_learned_are_refused():
-    theirs = NanoKVForCausalLM(exported_config(GPTConfig(**SHAPE))).eval()
-    with pytest.raises(ValueError, match='65 tokens is longer than the 64 positions'):
-        theirs(torch.zeros(1, 65, dtype=torch.long))

@@ -37,17 +37,11 @@ def test_keys_of_two_names_must_agree(key, value):
 
 
 @pytest.mark.parametrize('shape', SHAPES)
-def test_accounted_bytes_are_the_plans(shape):
+def test_shapes_and_accounted_bytes_are_those_of_what_is_exported(shape):
     config = GPTConfig(**shape)
     keys = {'nanokv': model_args(config), **derived_keys(config)}
     found = account(keys, max_seq_len=40, kv_dtype='bfloat16')
     assert found['bytes'] == plan_kv(config).nbytes(1, 40, 'bfloat16')
-
-
-@pytest.mark.parametrize('shape', SHAPES)
-def test_shapes_are_those_that_are_exported(shape):
-    config = GPTConfig(**shape)
     weights = hf_model(GPT(config)).state_dict()
     del weights['lm_head.weight']  # tied
-    found = shapes(NanoKVConfig(nanokv=model_args(config), **derived_keys(config)))
-    assert found == {name: tuple(x.shape) for name, x in weights.items()}
+    assert shapes(NanoKVConfig(**keys)) == {name: tuple(x.shape) for name, x in weights.items()}

@@ -8,15 +8,7 @@ from config.gpt_config import GPTConfig
 from engine.pages.cache import PagedKVCache
 from kv.cache import KVCache
 from tests.helpers.models import (
-    FULL_STACK,
-    VOCAB,
-    Largest,
-    feed,
-    full_logits,
-    max_gap,
-    random_model,
-    tokens,
-)
+    FULL_STACK, VOCAB, Largest, feed, full_logits, max_gap, random_model, tokens)
 from training.run import prepare
 
 VANILLA = dict(n_layer=2, n_head=4, n_embd=24, block_size=64, vocab_size=VOCAB)
@@ -43,14 +35,17 @@ def test_an_int8_cache_is_decoded_a_tile_at_a_time(monkeypatch, t, ragged):
     assert 256 <= largest.n <= held / 5
 
 
-def test_rows_may_be_reset_one_by_one_after_a_failure(monkeypatch):
+@pytest.mark.parametrize('at_the_logits', [False, True])
+def test_after_a_failure_tokens_do_not_count_and_rows_may_be_reset_one_by_one(monkeypatch,
+                                                                              at_the_logits):
     model, idx = random_model(GPTConfig(**FULL_STACK)), tokens(3, 20)
     cache = model.new_cache(3, 40)
     feed(model, cache, idx[:, :9], [9])
+    failing = model.lm_head if at_the_logits else model.transformer.h[4]
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(model.transformer.h[4], 'forward',
-                      lambda *_: (_ for _ in ()).throw(MemoryError()))
+        patch.setattr(failing, 'forward', lambda *_: (_ for _ in ()).throw(MemoryError()))
         model(idx[1:, :2], cache=cache, rows=[1, 2])
+    assert cache.lengths.tolist() == [9, 9, 9]
     cache.reset([1])
     with pytest.raises(UserError, match='reset'):
         model(idx[:1, 9:10], cache=cache, rows=[0])
@@ -58,26 +53,6 @@ def test_rows_may_be_reset_one_by_one_after_a_failure(monkeypatch):
     logits = model(idx[:1, 9:10], cache=cache, rows=[0])[0]  # row 0 was not part of that step
     assert max_gap(logits, full_logits(model, idx[:1, :10])[:, -1:]) < 1e-9
     assert cache.lengths.tolist() == [10, 0, 0]
-
-
-def test_tokens_do_not_count_if_the_logits_fail(monkeypatch):
-    model, idx = random_model(GPTConfig(**FULL_STACK)), tokens(1, 9)
-    cache = model.new_cache(1, 40)
-    with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(model.lm_head, 'forward', lambda *_: (_ for _ in ()).throw(MemoryError()))
-        model(idx, cache=cache)
-    assert cache.lengths.tolist() == [0]
-
-
-def test_ragged_tokens_past_the_learned_positions_are_refused():
-    vanilla = dict(n_layer=2, n_head=2, n_embd=12, block_size=8, vocab_size=20)
-    model = random_model(GPTConfig(**vanilla))
-    cache = KVCache(model.plan, 2, 20, 'float64', torch.float64)
-    model(torch.zeros(2, 6, dtype=torch.long), cache=cache, lens=[6, 3])
-    model(torch.zeros(2, 5, dtype=torch.long), cache=cache, lens=[2, 5])  # up to 8, padding beyond
-    with pytest.raises(UserError, match='sequence of 9 tokens'):
-        model(torch.zeros(2, 1, dtype=torch.long), cache=cache, lens=[0, 1])
-    assert cache.lengths.tolist() == [8, 8]
 
 
 def test_keys_are_dropped_after_their_last_reader():
@@ -125,12 +100,33 @@ def test_a_wrong_id_leaves_the_cache_as_it_was(pages):
 
 
 @PAGED
-def test_a_cache_made_under_inference_mode_is_good_outside_of_it(pages):
-    """"Inplace update to inference tensor outside InferenceMode": resetting a row writes zeros."""
+@pytest.mark.parametrize('made_within', [False, True])
+def test_a_cache_used_under_inference_mode_is_good_outside_of_it(pages, made_within):
+    """"Inplace update to inference tensor outside InferenceMode": resetting a row writes zeros. A
+    step with gradients on keeps no graph."""
     model, idx = random_model(GPTConfig(**FULL_STACK)), tokens(2, 12)
-    with torch.inference_mode():
+    with torch.inference_mode(made_within):
         cache = model.new_cache(2, 20, **pages)
-        model(idx, cache=cache)
+    with torch.inference_mode():
+        feed(model, cache, idx[:, :3], [2, 1])
+    logits = [model(idx[:, a:b], cache=cache, all_logits=True)[0] for a, b in ((3, 4), (4, 12))]
+    assert max_gap(torch.cat(logits, dim=1), full_logits(model, idx)[:, 3:]) < 1e-9
+    assert not any(x.requires_grad for store in cache.stores for x in store.tensors)
     cache.reset([1])
     cache.reset()
     assert max_gap(feed(model, cache, idx, [5, 7]), full_logits(model, idx)) < 1e-9
+
+
+def test_learned_positions_end_at_block_size():
+    model = random_model(GPTConfig(block_size=8, vocab_size=20, n_layer=2, n_head=2, n_embd=12))
+    with pytest.raises(UserError, match='max_seq_len=9.*block_size=8'):
+        model.new_cache(1, 9)
+    with pytest.raises(UserError, match='9 tokens.*block_size=8'):
+        model(torch.zeros(1, 9, dtype=torch.long))
+    assert model.new_cache(1, 8).max_seq_len == 8
+    cache = KVCache(model.plan, 2, 20, 'float64', torch.float64)
+    model(torch.zeros(2, 6, dtype=torch.long), cache=cache, lens=[6, 3])
+    model(torch.zeros(2, 5, dtype=torch.long), cache=cache, lens=[2, 5])  # up to 8, padding beyond
+    with pytest.raises(UserError, match='sequence of 9 tokens'):
+        model(torch.zeros(2, 1, dtype=torch.long), cache=cache, lens=[0, 1])
+    assert cache.lengths.tolist() == [8, 8]

@@ -31,15 +31,14 @@ def test_json_figures_equal_the_plan(capsys):
         assert figures['kv_ratio_bf16'] == figures['kv_bytes_vanilla_bf16'] / figures['kv_bytes']
         assert figures['factors'] == PLAN.factors(2048, kv_dtype)
         assert sum(row['bytes'] for row in figures['slots']) == figures['kv_bytes']
+    # a further token costs only the slots that still grow
+    for max_seq_len, n_slots in ((2048, 1), (1024, 1), (100, 5)):
+        figures = last_line(capsys, *FLAGS, f'--max_seq_len={max_seq_len}')['bfloat16']
+        assert figures['bytes_per_further_token'] == n_slots * 2 * 64 * 2
+    figures = document['bfloat16']
     assert [(row['owner'], row['layers']) for row in figures['slots']] == [
         (0, [0, 1]), (2, [2, 3, 4]), (5, [5, 11]), (6, [6, 7]), (8, [8, 9, 10])]
     assert [row['shape'] for row in figures['slots']][1:3] == [[3, 1, 256, 64], [3, 1, 2048, 64]]
-
-
-@pytest.mark.parametrize('max_seq_len, growing_slots', [(1024, 1), (100, 5)])
-def test_a_further_token_costs_only_slots_that_still_grow(capsys, max_seq_len, growing_slots):
-    figures = last_line(capsys, *FLAGS, f'--max_seq_len={max_seq_len}')['bfloat16']
-    assert figures['bytes_per_further_token'] == growing_slots * 2 * 64 * 2
 
 
 @pytest.mark.parametrize('text, n_bytes', [

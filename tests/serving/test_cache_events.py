@@ -1,6 +1,5 @@
 """The stream of cache events: each states what the engine and its tensors hold at that moment."""
 import json
-import time
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -146,24 +145,6 @@ def test_a_waiting_request_has_no_view(serve, held, unlimited):
     assert all(item.row == 0 for _, item in found if isinstance(item, RowView))
 
 
-def test_at_most_twenty_views_a_second(serve, monkeypatch):
-    server, now = serve(), [100.0]
-    clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
-    monkeypatch.setattr('serving.worker.time', clock)
-    plain = server.engine.step
-
-    def step():
-        now[0] += 0.013
-        return plain()
-    server.engine.step = step
-    items = [item for _, item in deliveries(server, [([1, 2, 3], SamplingParams(50, seed=1))])]
-    lengths = [item.length for item in items if isinstance(item, RowView)]
-    assert lengths == [*range(3, 52, 4), 52]  # 4 * 0.013 > 0.05; the last one always
-    tokens = [sum(not isinstance(x, RowView) for x in items[:k])
-              for k, item in enumerate(items) if isinstance(item, RowView)]
-    assert tokens == [length - 2 for length in lengths]  # after the events of its step
-
-
 def test_many_watched_requests_have_as_many_views_as_eight(monkeypatch):
     now, due = [100.0], []
     monkeypatch.setattr('serving.worker.time', SimpleNamespace(monotonic=lambda: now[0]))
@@ -212,24 +193,16 @@ def test_data_lines_are_those_of_v1(serve, unlimited, path, watched, fields):
         assert server.metric('requests_total', route=route, status='200') == 1
 
 
-def test_requests_that_are_refused(serve, held):
-    server = serve(rows=1, max_waiting=0)
-    server.set_service(max_choices=4)
-
-    def post(path=WATCHED, **fields):
-        return server.client.post(path, json=fields)
-    for path, fields in ((WATCHED, dict(prompt='a')), (WATCHED_CHAT, dict(messages=[USER]))):
-        for stream in ({}, dict(stream=False)):
-            assert_refused(post(path, **fields, **stream), 400, 'stream', param='stream')
-        assert_refused(post(path, **fields, stream=True, n=2), 400, '2 choices', param='n')
-        assert_refused(post(path, **fields, stream=True, bogus=2), 400, 'bogus', param='bogus')
-    first = in_background(lambda: server.complete(max_tokens=2))
-    server.wait_for(1)
-    assert_refused(post(prompt='a', stream=True), 429, 'try again')
-    held.set()
-    first.join()
-    assert_free(server.worker)
-    assert_refused(post(prompt=[23], stream=True), 400, 'token 23')  # by the engine
+@pytest.mark.parametrize('path, valid', [(WATCHED, dict(prompt='a')),
+                                         (WATCHED_CHAT, dict(messages=[USER]))])
+def test_requests_that_are_refused(serve, path, valid):
+    server = serve()
+    for fields, status, named, param in [
+            ({}, 400, 'stream', 'stream'), (dict(stream=False), 400, 'stream', 'stream'),
+            (dict(stream=True, n=2), 400, '2 choices', 'n'),
+            (dict(stream=True, bogus=2), 400, 'bogus', 'bogus')]:
+        response = server.client.post(path, json=valid | fields)
+        assert_refused(response, status, named, param=param)
     assert_free(server.worker)
 
 

@@ -51,11 +51,7 @@ def ask(server) -> int:
 
 def test_openais_client_completes_and_chats(running):
     client = client_of(running(keys=('sesame',)), 'sesame')
-    said = expected('abc', 20, seed=1, stop=('q',), logprobs=1)
-    fields = dict(model='tiny', prompt='abc', max_tokens=20, seed=1, stop='q', logprobs=1)
-    [choice] = client.completions.create(**fields).choices
-    assert (choice.text, choice.finish_reason) == (said.text, said.finish_reason)
-    assert len(choice.logprobs.tokens) == len(said.tokens)
+    fields = dict(model='tiny', prompt='abc', max_tokens=20, seed=1, stop='q')
     *pieces, last = client.completions.create(**fields, stream=True, extra_body={'top_k': 2},
                                               stream_options={'include_usage': True})
     text = ''.join(piece.choices[0].text for piece in pieces)
@@ -83,96 +79,70 @@ def test_openais_client_completes_and_chats(running):
     assert choice.logprobs.content[0].top_logprobs == []
 
 
-def test_openais_client_raises_its_own_errors(running, held):
-    server = running(keys=('sesame',), rows=1, max_waiting=0, timeout=2.0)
-    client = client_of(server, 'sesame')
+def test_openais_client_raises_its_own_errors(running):
+    server = running(keys=('sesame',))
     with pytest.raises(openai.AuthenticationError):
         client_of(server).models.list()
     with pytest.raises(openai.BadRequestError, match='lacks') as caught:
-        client.completions.create(model='tiny', prompt='Q')
+        client_of(server, 'sesame').completions.create(model='tiny', prompt='Q')
     assert caught.value.param == 'prompt'
-    with pytest.raises(openai.NotFoundError):
-        client.completions.create(model='other', prompt='a')
-    first = in_background(lambda: pytest.raises(
-        openai.InternalServerError, client.completions.create, model='tiny', prompt='a'))
-    server.wait_for(1)
-    with pytest.raises(openai.RateLimitError):
-        client.completions.create(model='tiny', prompt='a', stream=True)
-    first.join()
-    held.set()
-    assert_free(server.worker)
 
 
 POST = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n'
 MALFORMED = [
-    b'GARBAGE\r\n\r\n', b'POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n',
-    b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: abc\r\n\r\n',
-    b'\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03',
-    POST + b'Content-Length: 5\r\nContent-Length: 6\r\n\r\nabcdef',
+    b'GARBAGE\r\n\r\n', b'\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03',
+    POST + b'Content-Length: abc\r\n\r\n',
     POST + b'Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n',
-    b'GET /nowhere HTTP/9.9\r\nHost: localhost\r\n\r\n',
-    b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nHost : y\r\n\r\n',
     b'GET /' + b'a' * 100_000 + b' HTTP/1.1\r\nHost: localhost\r\n\r\n',
 ]
 
 
-@pytest.fixture(scope='module')
-def shared():
-    """A server shared by tests that leave no trace."""
-    from tests.serving.conftest import Running
-    server = Running(timeout=60.0)
-    yield server
-    server.stop()
-
-
-def test_malformed_http_is_refused_and_closed(shared):
+def test_broken_requests_are_refused_and_leave_nothing_behind(running):
+    server = running()
     for data in MALFORMED:
-        sock = connect(shared, data)
+        sock = connect(server, data)
         sock.shutdown(socket.SHUT_WR)
         try:
             answer = all_of(sock)
         except ConnectionResetError:
             answer = b''
         assert answer == b'' or int(answer.split()[1]) in (400, 404, 411), (data, answer)
-        assert ask(shared) == 200, data
-
-
-def test_a_body_too_large_is_refused_before_it_is_sent(shared):
-    head = request({}, **{'Content-Length': 10 ** 12}).partition(b'\r\n\r\n')[0] + b'\r\n\r\n'
-    sock = connect(shared, head)
-    assert sock.recv(65536).split()[1] == b'413'
-    sock.close()
-    assert ask(shared) == 200
-
-
-def test_a_body_that_breaks_off(shared):
+        assert ask(server) == 200, data
     whole = request(dict(prompt='abc'))
     for cut in (len(whole) - 1, whole.index(b'\r\n\r\n') + 4, 10):
-        connect(shared, whole[:cut]).close()
-    assert ask(shared) == 200
-    assert_free(shared.worker)
+        connect(server, whole[:cut]).close()
+    assert ask(server) == 200
+    assert_free(server.worker)
 
 
-def drop(server, n, at_once):
-    """Open n connections, at most `at_once` at a time, whose clients disconnect early."""
-    for start in range(0, n, at_once):
-        socks = []
-        for k in range(start, min(n, start + at_once)):
-            data = request(dict(prompt='abcdefgh' * (1 + k % 3), max_tokens=30, n=1 + k % 2,
-                                stream=k % 4 < 2))
-            socks.append(connect(server, data if k % 7 else data[:-5]))
-        for k, sock in enumerate(socks, start):
-            if k % 5 == 0 and k % 7 and k < start + 20:
-                sock.recv(100)  # some wait for the beginning of a response, or a refusal
-            if k % 3 == 0:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b'\1\0\0\0\0\0\0\0')  # reset
-            sock.close()
+def test_a_body_that_is_too_large_or_does_not_come(running):
+    """One that is too large is refused before it is sent."""
+    server = running(timeout=0.2)
+    for length, status in ((10 ** 12, b'413'), (1000, b'408')):
+        sock = connect(server, request({}, **{'Content-Length': length}))
+        assert all_of(sock).split()[1] == status
+
+
+def drop(server, n):
+    """Open n connections whose clients disconnect early."""
+    socks = []
+    for k in range(n):
+        data = request(dict(prompt='abcdefgh' * (1 + k % 3), max_tokens=30, n=1 + k % 2,
+                            stream=k % 4 < 2))
+        socks.append(connect(server, data if k % 7 else data[:-5]))
+    for k, sock in enumerate(socks):
+        if k % 5 == 0 and k % 7 and k < 20:
+            sock.recv(100)  # some wait for the beginning of a response, or a refusal
+        if k % 3 == 0:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b'\1\0\0\0\0\0\0\0')  # reset
+        sock.close()
     eventually(lambda: not server.server.server_state.connections)
 
 
 def test_connections_that_are_dropped_leave_nothing_behind(running):
     server = running(rows=4, max_waiting=40, prefix_budget=50_000)
-    drop(server, n=150, at_once=75)
+    for _ in range(2):
+        drop(server, 75)
     assert_free(server.worker)
     eventually(lambda: not server.server.server_state.tasks)
     assert server.text(seed=1) == expected('abc', seed=1).text

@@ -15,8 +15,9 @@ ROWS = pytest.mark.parametrize('n', [3, 4, 6, 20])
 
 @pytest.fixture(autouse=True)
 def three_rows(monkeypatch):
-    """Use chunks of 3 rows, except with torch.compile."""
+    """Use chunks of 3 rows, except with torch.compile, and parts of 16 words with a remainder."""
     monkeypatch.setattr(training.loss, 'CHUNK_BYTES', {'cpu': 4 * V * 3})
+    monkeypatch.setattr(training.loss, 'WORDS', 16)
 
 
 def problem(n, dtype=torch.float64, ignored=()):

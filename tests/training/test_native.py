@@ -67,16 +67,10 @@ def test_attention_is_what_float64_gives(B, H, n_kv_head, D, T, window, with_sin
 @pytest.mark.parametrize('window', [0, 20])
 def test_several_threads_share_a_k_v_head(window, dtype):
     """Each has some of its queries, and sums of its own for the gradients of K and V."""
-    torch.manual_seed(0)
-    n_threads, q = torch.get_num_threads(), torch.randn(1, 4, 100, 16)
-    k, v = torch.randn(2, 1, 1, 100, 16)
-
-    def of(attend):
-        return lambda q, k, v: attend(q, k, v, window=window)
+    n_threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        assert_as_close_as_torch(of(native.attend), of(causal_attention), of(math_attention),
-                                 (q, k, v), margin=4.0, dtype=dtype)
+        test_attention_is_what_float64_gives(1, 4, 1, 16, 101, window, False, dtype)
     finally:
         torch.set_num_threads(n_threads)
 
@@ -262,6 +256,7 @@ MECHANISMS = dict(
     vanilla=VANILLA, full=FULL_STACK, sink=dict(FULL_STACK, attn_sink=True),
     offset=dict(FULL_STACK, head_dim=8, key_offset=True), tied=dict(FULL_STACK, kv_tied='all'),
     int8=dict(FULL_STACK, kv_quant_train='int8'), relu2=dict(FULL_STACK, gelu='relu2'),
+    z_loss=dict(FULL_STACK),
     tanh=dict(VANILLA, gelu='tanh', bias=True))
 
 
@@ -280,8 +275,13 @@ def test_models_train_as_in_plain_torch(name):
     torch.manual_seed(1)
     model = GPT(GPTConfig(**MECHANISMS[name])).train()
     model.loss_fn = loss.linear_cross_entropy
-    T = model.config.block_size
+    T, c_attn = model.config.block_size, 'transformer.h.0.attn.c_attn.weight'
     plain = losses_and_gradients(model, T)
+    if name == 'z_loss':
+        without = plain[1][c_attn]
+        add_z_loss(model, 0.1)
+        plain = losses_and_gradients(model, T)
+        assert (plain[1][c_attn] - without).abs().max() > 1e-4
     native.speed_up(model)
     found = losses_and_gradients(model, T)
     torch.testing.assert_close(found[0], plain[0], atol=1e-6, rtol=1e-6)
@@ -346,19 +346,6 @@ def test_predicted_memory_has_the_sums_of_attention(monkeypatch):
     assert peaks[1] - peaks[0] == 2 * 2 * (512 + 16) * 16 * 4
 
 
-def test_z_loss_stays():
-    torch.manual_seed(1)
-    model = GPT(GPTConfig(**FULL_STACK))
-    without = losses_and_gradients(model, 32)[1]
-    add_z_loss(model, 0.1)
-    wanted = losses_and_gradients(model, 32)[1]
-    native.speed_up(model)
-    _, found = losses_and_gradients(model, 32)
-    name = 'transformer.h.0.attn.c_attn.weight'
-    assert (wanted[name] - without[name]).abs().max() > 1e-4
-    torch.testing.assert_close(found[name], wanted[name], atol=2e-5, rtol=1e-3)
-
-
 def test_what_it_does_not_take_is_torchs():
     model = GPT(GPTConfig(**FULL_STACK)).double()
     plain = losses_and_gradients(model, 32)
@@ -367,22 +354,18 @@ def test_what_it_does_not_take_is_torchs():
     assert value == plain[0] and all(torch.equal(grads[key], x) for key, x in plain[1].items())
 
 
-@pytest.mark.parametrize('has_bfloat16', [False, True])
-def test_auto_is_bfloat16_where_the_processor_multiplies_it(monkeypatch, has_bfloat16):
-    monkeypatch.setattr(native, 'multiplies_bfloat16', lambda: has_bfloat16)
-    for dtype, compiled in itertools.product(('auto', 'bfloat16', 'float32'), (False, True)):
-        found = native.training_dtype(SimpleNamespace(dtype=dtype, compile=compiled),
-                                      torch.device('cpu'))
-        expected = dtype == 'bfloat16' or dtype == 'auto' and has_bfloat16 and not compiled
-        assert found == (torch.bfloat16 if expected else torch.float32)
-
-
-def test_who_uses_it(monkeypatch, capsys):
+def test_who_uses_it_and_where_auto_is_bfloat16(monkeypatch, capsys):
     for dtype, device, compiled in itertools.product(('auto', 'bfloat16', 'float32', 'float16'),
                                                      ('cpu', 'cuda'), (False, True)):
         s = SimpleNamespace(dtype=dtype, compile=compiled)
         wanted = dtype in ('auto', 'bfloat16') and device == 'cpu' and not compiled
         assert native.wanted(s, torch.device(device)) == wanted
+        if device == 'cuda' or dtype == 'float16':
+            continue
+        for multiplied in (False, True):
+            monkeypatch.setattr(native, 'multiplies_bfloat16', lambda found=multiplied: found)
+            half = dtype == 'bfloat16' or wanted and multiplied
+            assert native.training_dtype(s, torch.device(device)) == DTYPES[half]
     native.library.cache_clear()
     monkeypatch.setenv('CXX', 'no-such-compiler')
     try:

@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from config.errors import UserError
+from config.sizes import nice_bytes
 from model import GPT, GPTConfig
 from tests.helpers.mechanisms import CHANGES, STACK
 from tests.helpers.optim import assert_equal, backward, model_of, settings, step, weights
-from training.memory_use import state_bytes
 from training import optim
+from training.host_optimizer import HostAdamW
+from training.memory_use import memory_line, state_bytes
 from training.optim import (
     cooldown,
     learning_rate_at,
@@ -19,38 +21,36 @@ from training.optim import (
     make_optimizer,
     optimizer_state,
     set_learning_rate,
+    state_name,
 )
 from training.update import GuardedUpdate
 
+HOST = settings(optimizer='adamw', offload_optimizer=True)
 EIGHT_BIT = pytest.param('adamw8bit', marks=pytest.mark.slow)  # torch.compile
+
+
+def guarded(optimizer, grad_clip):
+    return GuardedUpdate(optimizer, torch.amp.GradScaler('cpu', enabled=False), grad_clip,
+                         torch.device('cpu'))
 
 
 # -- parameters of each optimizer
 
-@pytest.mark.parametrize('model', [model_of(), GPT(GPTConfig(**STACK | CHANGES['many']))],
-                         ids=['plain', 'sinks and latents'])
-def test_muon_has_the_matrices_of_blocks_and_adamw_the_others(model):
-    muon, decay, no_decay = make_optimizer(model, settings(), 'cpu').param_groups
-    names = {id(p): name for name, p in model.named_parameters()}
-    kinds = {name: 'vector' if p.dim() == 1 else 'block' if '.h.' in name else 'embedding'
-             for name, p in model.named_parameters()}
-    for group, kind in ((muon, 'block'), (no_decay, 'vector'), (decay, 'embedding')):
-        wanted = [name for name in kinds if kinds[name] == kind]
-        assert [names[id(p)] for p in group['params']] == wanted
-    assert [g['weight_decay'] for g in (muon, decay, no_decay)] == [0.2, 0.2, 0.0]
-    assert muon['momentum'] == 0.9 and muon['adjust_lr_fn'] == 'match_rms_adamw'
-    assert decay['betas'] == (0.8, 0.9)
-
-
-def test_together_they_do_what_each_does_alone():
-    model, twin = model_of(), model_of()
+@pytest.mark.parametrize('model', [
+    model_of(), GPT(GPTConfig(**STACK | CHANGES['many'] | dict(vocab_size=80)))],
+    ids=['plain', 'sinks and latents'])
+def test_muon_for_matrices_of_blocks_and_adamw_for_others_do_what_each_does_alone(model):
+    twin = copy.deepcopy(model)
     optimizer = make_optimizer(model, settings(), 'cpu')
-    matrices = [p for p in twin.transformer.h.parameters() if p.dim() == 2]
-    others = [p for p in twin.parameters() if not any(p is q for q in matrices)]
-    muon = torch.optim.Muon(matrices, lr=3e-3, weight_decay=0.2, momentum=0.9,
+    parts = [[], [], []]
+    for name, p in twin.named_parameters():
+        parts[2 if p.dim() == 1 else 0 if '.h.' in name else 1].append(p)
+    names = {id(p): name for each in (model, twin) for name, p in each.named_parameters()}
+    assert [[names[id(p)] for p in group['params']] for group in optimizer.param_groups] == [
+        [names[id(p)] for p in part] for part in parts]
+    muon = torch.optim.Muon(parts[0], lr=3e-3, weight_decay=0.2, momentum=0.9,
                             adjust_lr_fn='match_rms_adamw')
-    groups = [dict(params=[p for p in others if p.dim() == 2], weight_decay=0.2),
-              dict(params=[p for p in others if p.dim() == 1], weight_decay=0.0)]
+    groups = [dict(params=parts[1], weight_decay=0.2), dict(params=parts[2], weight_decay=0.0)]
     adamw = torch.optim.AdamW(groups, lr=3e-3, betas=(0.8, 0.9))
     set_learning_rate(optimizer, 3e-3)
     for seed in range(3):
@@ -84,7 +84,7 @@ def test_muon_in_float32_does_what_torchs_does_but_for_its_rounding(monkeypatch)
 
 
 @pytest.mark.parametrize('rows, columns', [(40, 16), (16, 40), (24, 24)])
-def test_orthogonalization_is_what_float64_gives(rows, columns):
+def test_orthogonalization_is_what_float64_gives_and_in_bfloat16_what_torch_gives(rows, columns):
     """Also of matrices with small singular values, whose squares float32 does not hold."""
     torch.manual_seed(0)
     a, b, c = coefficients = (3.4445, -4.7750, 2.0315)
@@ -96,13 +96,7 @@ def test_orthogonalization_is_what_float64_gives(rows, columns):
             s = a * s + b * s ** 3 + c * s ** 5
         found = optim.orthogonalized(x, coefficients, 5, 1e-7)
         torch.testing.assert_close(found.double(), u @ s.diag_embed() @ vt, atol=2e-4, rtol=0)
-
-
-@pytest.mark.parametrize('rows, columns', [(40, 16), (16, 40), (24, 24)])
-def test_orthogonalization_in_bfloat16_is_torchs(rows, columns):
-    torch.manual_seed(0)
-    x = torch.randn(3, rows, columns)
-    how = (3.4445, -4.7750, 2.0315), 5, 1e-7
+    x, how = torch.randn(3, rows, columns), (coefficients, 5, 1e-7)
     wanted = torch.stack([torch.optim._muon._zeropower_via_newtonschulz(each, *how) for each in x])
     found = optim.orthogonalized(x, *how, bfloat16=True)
     torch.testing.assert_close(found, wanted.float(), atol=0.03, rtol=0)  # of about 0.15
@@ -144,8 +138,7 @@ def test_the_bytes_of_a_state_are_foretold(name):
 def test_a_step_without_finite_gradients_changes_nothing(name, offload):
     model = model_of()
     optimizer = make_optimizer(model, settings(optimizer=name, offload_optimizer=offload), 'cpu')
-    update = GuardedUpdate(optimizer, torch.amp.GradScaler('cpu', enabled=False), 1.0,
-                           torch.device('cpu'))
+    update = guarded(optimizer, 1.0)
     backward(model, 0)
     update(0, torch.tensor(1.0))
     before, state = weights(model), copy.deepcopy(optimizer_state(optimizer)['state'])
@@ -170,9 +163,7 @@ def test_clipping_counts_all_gradients_together(name):
         if not clip:
             for p in model.parameters():
                 p.grad *= 0.1
-        update = GuardedUpdate(optimizer, torch.amp.GradScaler('cpu', enabled=False),
-                               norm / 10 if clip else 0.0,
-                               torch.device('cpu'))
+        update = guarded(optimizer, norm / 10 if clip else 0.0)
         update(0, torch.tensor(1.0))
         assert update.read().grad_norm == pytest.approx(norm if clip else norm / 10, rel=1e-5)
         models.append(list(model.parameters()))
@@ -186,6 +177,72 @@ def test_without_torchao_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, 'torchao.optim', None)
     with pytest.raises(UserError, match=r"needs the torchao package: pip install -e '\.\[int8\]'"):
         make_optimizer(model_of(), settings(optimizer='adamw8bit'), 'cpu')
+
+
+# -- AdamW in host memory (on a GPU: programs/test_gpu.py)
+
+def both():
+    for s in (HOST, settings(optimizer='adamw')):
+        model = model_of()
+        yield model, make_optimizer(model, s, 'cpu')
+
+
+@pytest.mark.parametrize('bucket', [1, 20_000, 2 ** 30])
+def test_its_steps_are_adamws(bucket):
+    (model, optimizer), (twin, other) = both()
+    optimizer = HostAdamW(optimizer.param_groups, lr=1e-2, betas=(0.8, 0.9), bucket=bucket)
+    n = len(list(model.parameters()))
+    low, high = {1: (n, n), 20_000: (2, n - 1), 2 ** 30: (1, 1)}[bucket]
+    assert low <= len(optimizer.buckets) <= high
+    updates = guarded(optimizer, 0.5), guarded(other, 0.5)
+    for seed in range(5):
+        for m, o, update in ((model, optimizer, updates[0]), (twin, other, updates[1])):
+            set_learning_rate(o, 1e-2 / (seed + 1))
+            backward(m, seed)
+            update(seed, torch.tensor(1.0))
+        assert_equal(weights(model), weights(twin))
+    # check that something was clipped
+    assert updates[0].read().grad_norm == updates[1].read().grad_norm > 0.5
+
+
+def test_a_parameter_without_a_gradient_is_left_alone():
+    (model, optimizer), (twin, other) = both()
+    for seed in range(3):
+        for m, o in ((model, optimizer), (twin, other)):
+            backward(m, seed)
+            m.transformer.h[1].mlp.c_fc.weight.grad = None
+            o.step()
+            o.zero_grad()
+    assert_equal(weights(model), weights(twin))
+    assert torch.equal(model.transformer.h[1].mlp.c_fc.weight,
+                       model_of().transformer.h[1].mlp.c_fc.weight)
+
+
+def test_the_settings_of_this_run_are_kept():
+    (_, optimizer), (twin, other) = both()
+    step(twin, other, 0)
+    set_learning_rate(other, 5.0)
+
+    def kept():
+        return [{k: v for k, v in g.items() if k != 'params'} for g in optimizer.param_groups]
+    before = copy.deepcopy(kept())
+    load_optimizer(optimizer, other.state_dict())
+    assert kept() == before
+
+
+def test_nothing_of_it_counts_as_the_devices():
+    model = model_of()
+    optimizer = make_optimizer(model, HOST, 'cpu')
+    assert optimizer_state(optimizer)['state'] == {}
+    expected = (*state_bytes(model)[:2], 0)
+    assert state_bytes(model, optimizer) == state_bytes(model, state_name(HOST)) == expected
+    step(model, optimizer, 0)
+    parameters = sum(p.nbytes for p in model.parameters())
+    assert state_bytes(model, optimizer)[2] == 0
+    # and one step count each
+    assert optimizer.host_nbytes() == 4 * parameters + 4 * len(list(model.parameters()))
+    assert f'optimizer {nice_bytes(0)} (and {nice_bytes(optimizer.host_nbytes())} on the host)' in \
+        memory_line(model, optimizer, torch.device('cpu'))
 
 
 # -- learning rate

@@ -1,4 +1,4 @@
-"""Parts of a training step: batches, optimizer groups, signals, device."""
+"""Parts of a training step: optimizer groups, signals, device."""
 import ctypes
 import mmap
 import platform
@@ -14,9 +14,7 @@ import torch
 
 from config.errors import UserError
 from config.sizes import physical_memory
-from data.making.writer import write_dataset
 from model import GPT, GPTConfig
-from training.batches import TokenBatches
 from training.checkpoint import rng_state, save_checkpoint, set_rng_state
 from training.device import (
     MemoryUse, keep_freed_memory, memory_use, pick_device, pick_dtype)
@@ -24,54 +22,6 @@ from training.optim import configure_optimizers
 from training.signals import StopRequest
 
 CPU, F32 = torch.device('cpu'), torch.float32
-
-
-@pytest.fixture
-def folder(tmp_path):
-    write_dataset(tmp_path, {'train': np.arange(100), 'val': 1000 + np.arange(30)}, None)
-    return tmp_path
-
-
-@pytest.fixture
-def batches(folder):
-    return TokenBatches(folder, 8, 4, CPU)
-
-
-# -- batches
-
-def test_windows_are_nanogpts_and_targets_one_token_later(batches):
-    torch.manual_seed(3)
-    x, y = batches.next()
-    torch.manual_seed(3)
-    assert torch.equal(x, torch.randint(100 - 8, (4,))[:, None] + torch.arange(8))
-    assert x.dtype == y.dtype == torch.int64 and torch.equal(y, x + 1)
-    # the last token is reached, and no window is cut
-    ends = {int(y[-1]) for _ in range(200) for y in batches.next()[1]}
-    assert max(ends) == 99 and min(ends) == 8
-
-
-def test_evaluation_windows_are_always_the_same_and_shared_by_ranks(folder):
-    def windows(seed=7, **ranks):
-        batches = TokenBatches(folder, 8, 4, CPU, **ranks)
-        return [x for x, _ in batches.evaluation('val', 5, seed)]
-    before = torch.get_rng_state()
-    alone = windows()
-    assert torch.equal(torch.get_rng_state(), before)  # training has its own
-    assert min(x.min() for x in alone) >= 1000 and not torch.equal(alone[0], alone[1])
-    assert torch.equal(torch.cat(alone), torch.cat(windows()))
-    assert not torch.equal(torch.cat(alone), torch.cat(windows(seed=8)))
-
-    shared = [windows(rank=rank, world_size=2) for rank in range(2)]
-    assert [len(part) for part in shared] == [3, 2]
-    assert all(torch.equal(x, shared[k % 2][k // 2]) for k, x in enumerate(alone))
-
-
-def test_exactly_block_size_tokens_are_too_few_and_one_more_is_enough(tmp_path):
-    write_dataset(tmp_path, {'train': np.arange(9), 'val': np.arange(8)}, None)
-    with pytest.raises(UserError, match='val.bin has 8 tokens.*block_size=8'):
-        TokenBatches(tmp_path, 8, 4, CPU)
-    write_dataset(tmp_path, {'train': np.arange(9), 'val': np.arange(9)}, None)
-    assert TokenBatches(tmp_path, 8, 4, CPU).next()[1][0].tolist() == list(range(1, 9))
 
 
 # -- optimizer

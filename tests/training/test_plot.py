@@ -52,22 +52,21 @@ def test_missing_and_infinite_values_are_gaps_and_a_cut_line_is_left_out(tmp_pat
     assert np.isnan(val_loss).tolist() == [False] + [True] * 5
 
 
-@pytest.mark.parametrize('x', UNITS)
-def test_every_axis_can_be_drawn(out, tmp_path, capsys, x):
-    plot.main([out, out, f'--x={x}'])
-    assert (tmp_path / 'out' / 'loss.png').read_bytes().startswith(PNG)
-    assert capsys.readouterr().out == f'wrote {out}/loss.png\n'
+@pytest.mark.parametrize('x, lines', [
+    *((x, list(rows())) for x in UNITS),
+    ('iter', [dict(iter=0, loss=2.0, grad_norm=0.0)]), ('iter', [dict(iter=0, val_loss=2.0)]),
+    ('iter', [dict(iter=0, loss=math.nan), dict(iter=1, loss=math.nan)])])
+@pytest.mark.filterwarnings('error::UserWarning', 'error::RuntimeWarning')
+def test_every_axis_and_sparse_runs_can_be_drawn(tmp_path, capsys, monkeypatch, x, lines):
+    folder = write(tmp_path / 'a$b$', lines)
+    plot.main([folder, folder, f'--x={x}'])
+    assert (tmp_path / 'a$b$' / 'loss.png').read_bytes().startswith(PNG)
+    assert capsys.readouterr().out == f'wrote {folder}/loss.png\n'
     from matplotlib import pyplot
     assert not pyplot.get_fignums()  # the figure is closed
-
-
-@pytest.mark.parametrize('lines', [
-    [dict(iter=0, loss=2.0, grad_norm=0.0)], [dict(iter=0, val_loss=2.0)],
-    [dict(iter=0, loss=math.nan), dict(iter=1, loss=math.nan)]], ids=str)
-@pytest.mark.filterwarnings('error::UserWarning', 'error::RuntimeWarning')
-def test_sparse_runs_can_be_drawn(tmp_path, lines):
-    plot.main([write(tmp_path / 'a$b$', lines), f'--out={tmp_path}/b.png'])
-    assert (tmp_path / 'b.png').read_bytes().startswith(PNG)
+    monkeypatch.setitem(sys.modules, 'matplotlib', None)
+    with pytest.raises(UserError, match='pip install matplotlib'):
+        plot.main([folder])
 
 
 @pytest.mark.parametrize('content, argv, words', [
@@ -83,12 +82,6 @@ def test_what_is_refused(out, tmp_path, content, argv, words):
     with pytest.raises(UserError, match=words):
         plot.main(['out', *argv])
     assert [path.name for path in tmp_path.rglob('*') if path.is_file()] == ['metrics.jsonl']
-
-
-def test_matplotlib_missing(out, monkeypatch):
-    monkeypatch.setitem(sys.modules, 'matplotlib', None)
-    with pytest.raises(UserError, match='pip install matplotlib'):
-        plot.main([out])
 
 
 def test_names_of_points_neither_overlap_nor_leave_the_figure():

@@ -1,4 +1,4 @@
-"""Prefetched batches equal those made one by one; orders, wide ids and damaged shards."""
+"""Batches, and prefetched ones, which equal those made one by one; orders and wide ids."""
 import subprocess
 import sys
 import threading
@@ -28,6 +28,46 @@ def batches_of(folder, depth=2, **more):
     return Prefetched(TokenBatches(folder, 8, 4, CPU, torch.Generator().manual_seed(5), **more),
                       depth)
 
+
+# -- batches
+
+def test_windows_are_nanogpts_and_targets_one_token_later(folder):
+    batches = TokenBatches(folder, 8, 4, CPU)
+    torch.manual_seed(3)
+    x, y = batches.next()
+    torch.manual_seed(3)
+    assert torch.equal(x, torch.randint(500 - 8, (4,))[:, None] + torch.arange(8))
+    assert x.dtype == y.dtype == torch.int64 and torch.equal(y, x + 1)
+    # the last token is reached, and no window is cut
+    ends = {int(y[-1]) for _ in range(1000) for y in batches.next()[1]}
+    assert max(ends) == 499 and min(ends) == 8
+
+
+def test_evaluation_windows_are_always_the_same_and_shared_by_ranks(folder):
+    def windows(seed=7, **ranks):
+        batches = TokenBatches(folder, 8, 4, CPU, **ranks)
+        return [x for x, _ in batches.evaluation('val', 5, seed)]
+    before = torch.get_rng_state()
+    alone = windows()
+    assert torch.equal(torch.get_rng_state(), before)  # training has its own
+    assert min(x.min() for x in alone) >= 1000 and not torch.equal(alone[0], alone[1])
+    assert torch.equal(torch.cat(alone), torch.cat(windows()))
+    assert not torch.equal(torch.cat(alone), torch.cat(windows(seed=8)))
+
+    shared = [windows(rank=rank, world_size=2) for rank in range(2)]
+    assert [len(part) for part in shared] == [3, 2]
+    assert all(torch.equal(x, shared[k % 2][k // 2]) for k, x in enumerate(alone))
+
+
+def test_exactly_block_size_tokens_are_too_few_and_one_more_is_enough(tmp_path):
+    write_dataset(tmp_path, {'train': np.arange(9), 'val': np.arange(8)}, None)
+    with pytest.raises(UserError, match='val.bin has 8 tokens.*block_size=8'):
+        TokenBatches(tmp_path, 8, 4, CPU)
+    write_dataset(tmp_path, {'train': np.arange(9), 'val': np.arange(9)}, None)
+    assert TokenBatches(tmp_path, 8, 4, CPU).next()[1][0].tolist() == list(range(1, 9))
+
+
+# -- prefetched
 
 @pytest.mark.parametrize('order', ['random', 'sequential', 'shuffled'])
 @pytest.mark.parametrize('depth', [1, 5])

@@ -1,8 +1,10 @@
 """Recomputation policies do not change training, and recompute only what they should."""
+import functools
 from collections import Counter
 
 import pytest
 import torch
+import torch._dynamo
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import training.loss
@@ -13,6 +15,7 @@ from tests.helpers.mechanisms import CHANGES, STACK
 from tests.helpers.models import FULL_STACK, VOCAB, tokens
 from training.loss import linear_cross_entropy
 from training.recompute import ATTENTION, MATMULS, Recompute, set_recompute
+from training.run import prepare
 
 aten = torch.ops.aten
 POLICIES = ('block', 'every:2', 'sqrt', 'mlp', 'selective', 'offload')
@@ -29,16 +32,13 @@ def _small_enough_to_chunk_and_to_move(monkeypatch):
 
 
 @pytest.fixture
-def moved(monkeypatch):
-    """List of the tensors copied back from host memory."""
-    plain, seen = training.offload._unpack, []
+def moved(recorded):
+    """List of what is unpacked: what was copied to host memory is no tensor."""
+    return recorded(training.offload, '_unpack', lambda packed: packed)
 
-    def unpack(packed):
-        if not torch.is_tensor(packed):
-            seen.append(packed[0])
-        return plain(packed)
-    monkeypatch.setattr(training.offload, '_unpack', unpack)
-    return seen
+
+def copied(moved):
+    return [packed[0] for packed in moved if not torch.is_tensor(packed)]
 
 
 def new_model(shape, policy='none', **settings):
@@ -48,20 +48,21 @@ def new_model(shape, policy='none', **settings):
     return model
 
 
-def two_steps(policy, shape, half, accumulation, dropout, chunked):
-    """Return the losses of all micro-batches and the parameters after two updates."""
+def two_steps(policy, shape, half, accumulation, dropout, chunked, call=lambda model: model):
+    """Return the losses of all micro-batches and the gradients of the second update."""
     model, losses = new_model(shape, policy, dropout=dropout), []
     model.loss_fn = linear_cross_entropy if chunked else None
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    prepare(model, 40)
+    run = call(model)
     for k in range(2 * accumulation):
         with torch.autocast('cpu', torch.bfloat16, enabled=half):
-            loss = model(tokens(1, 40, seed=k), tokens(1, 40, seed=k + 1))[1]
+            loss = run(tokens(1, 40, seed=k), tokens(1, 40, seed=k + 1))[1]
         (loss / accumulation).backward()
         losses.append(loss.item())
-        if (k + 1) % accumulation == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-    return losses, [p.detach() for p in model.parameters()]
+        if k + 1 == accumulation:
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            model.zero_grad()
+    return losses, [p.grad for p in model.parameters()]
 
 
 @pytest.mark.parametrize('policies, shape, half, accumulation, dropout, chunked', [
@@ -70,13 +71,32 @@ def two_steps(policy, shape, half, accumulation, dropout, chunked):
     *((('selective', 'mlp', 'every:2'), name, False, 2, 0.1, True) for name in CHANGES)])
 def test_two_steps_are_those_without(policies, shape, half, accumulation, dropout, chunked, moved):
     settings = shape, half, accumulation, dropout, chunked
-    losses, parameters = two_steps('none', *settings)
+    losses, gradients = two_steps('none', *settings)
     for policy in policies:
         moved.clear()
         again = two_steps(policy, *settings)
         assert again[0] == losses
-        assert all(torch.equal(a, b) for a, b in zip(again[1], parameters))
-        assert bool(moved) == (policy == 'offload')
+        assert all(torch.equal(a, b) for a, b in zip(again[1], gradients))
+        assert bool(copied(moved)) == (policy == 'offload')
+
+
+@pytest.mark.filterwarnings('ignore')
+@pytest.mark.parametrize('policy, chunked, half', [
+    ('selective', True, True), ('block', True, False),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ('mlp', False, False), ('none', True, True), ('none', False, False), ('sqrt', True, False),
+        ('every:3', False, False)))])
+@torch._dynamo.config.patch(error_on_recompile=True)
+def test_compiled_they_are_one_graph_that_is_compiled_once(policy, chunked, half):
+    torch._dynamo.reset()
+    compiled = functools.partial(torch.compile, fullgraph=True,
+                                 backend='aot_eager_decomp_partition')
+    settings = policy, 'full stack', half, 2, 0.0, chunked
+    losses, gradients = two_steps(*settings, compiled)
+    expected_losses, expected = two_steps(*settings)
+    assert losses == pytest.approx(expected_losses, abs=2e-3 if half else 1e-5)
+    bound = max(g.abs().max() for g in expected) * (0.05 if half else 1e-4)
+    assert all((g - e).abs().max() < bound for g, e in zip(gradients, expected))
 
 
 # -- what is recomputed
@@ -144,13 +164,14 @@ def test_offload_leaves_parameters_and_what_is_small_where_they_are(moved, monke
     model = new_model('vanilla', 'offload')
     model(tokens(2, 40), tokens(2, 40))[1].backward()
     own = {p.data_ptr() for p in model.parameters()}
-    everything = len(moved)
-    assert everything >= 10 * SMALL['n_layer'] and not own & {x.data_ptr() for x in moved}
+    everything = copied(moved)
+    assert len(everything) >= 10 * SMALL['n_layer'] and not own & {x.data_ptr() for x in everything}
     moved.clear()
     smallest = 4 * 2 * 40 * 4 * 24  # the hidden layer of an MLP
     monkeypatch.setattr(training.offload, 'SMALLEST', smallest)
     model(tokens(2, 40), tokens(2, 40))[1].backward()
-    assert 0 < len(moved) < everything and min(x.nbytes for x in moved) >= smallest
+    assert 0 < len(copied(moved)) < len(everything)
+    assert min(x.nbytes for x in copied(moved)) >= smallest
 
 
 # -- names
@@ -176,15 +197,11 @@ def test_other_names_are_refused_with_those_that_are_allowed(name, words):
 
 
 @pytest.mark.parametrize('shape', SHAPES)
-def test_segments_hand_on_only_the_k_and_v_that_later_blocks_read(shape, monkeypatch):
-    model, handed = new_model(shape, 'block'), []
-    plain, layers = model._blocks, model.plan.layers
-
-    def spy(first, last, x, kvs, **rest):
-        handed.append((first, set(kvs)))
-        return plain(first, last, x, kvs, **rest)
-    monkeypatch.setattr(model, '_blocks', spy)
+def test_segments_hand_on_only_the_k_and_v_that_later_blocks_read(shape, recorded):
+    model = new_model(shape, 'block')
+    handed = recorded(model, '_blocks', lambda first, last, x, kvs, **rest: (first, set(kvs)))
     model(tokens(2, 40), tokens(2, 40))
+    layers = model.plan.layers
     read = [{later.slot for later in layers[i:] if not later.owns}
             & {layer.slot for layer in layers[:i]} for i in range(len(layers))]
     assert handed == list(enumerate(read))

@@ -69,22 +69,17 @@ def test_half_a_surrogate_pair_is_a_replacement_character(tiny, tmp_path):
     ('x.jsonl', None, 'no file'), ('x.txt', b'\xff\xfe', 'not UTF-8'),
     ('x.txt', '', 'none of 0 documents is for train'),
     ('x.txt', 'one\n', 'none of 1 documents is for val'),
+    *((None, None, option) for option in ('--val=2', '--max_tokens=0', '--workers=x', '--sample=x'))
 ])
-def test_bad_dumps(run, tmp_path, name, content, words):
+def test_bad_dumps_and_options(run, tmp_path, name, content, words):
     if content is not None:
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(UserError, match=words) as caught:
-        run(source=tmp_path / name)
+    given = dict(source=tmp_path / name) if name else {}
+    with pytest.raises(UserError, match=words.partition('=')[0]) as caught:
+        run(*([] if name else [words]), **given)
     assert '\n' not in str(caught.value)
     if (tmp_path / 'out').exists():
         assert contents(tmp_path / 'out') == {} and content is not None and name != 'x.csv'
-
-
-@pytest.mark.parametrize('option', ['--val=2', '--max_tokens=0', '--workers=x', '--sample=x'])
-def test_bad_options(run, tmp_path, option):
-    with pytest.raises(UserError, match=option.partition('=')[0]):
-        run(option)
-    assert not (tmp_path / 'out').exists()
 
 
 def test_documents_of_text_files_are_lines(tmp_path):
@@ -99,24 +94,19 @@ def test_documents_of_text_files_are_lines(tmp_path):
 @pytest.mark.parametrize('name, path, config, sample', [
     ('openwebtext', 'Skylion007/openwebtext', None, []),
     ('fineweb_edu', 'HuggingFaceFW/fineweb-edu', 'CC', ['--sample=CC'])])
-def test_the_hub_is_streamed(run, monkeypatch, name, path, config, sample):
-    def load_dataset(*args, **kwargs):
+def test_the_hub_is_streamed_and_datasets_with_scripts_as_parquet(run, monkeypatch, name, path,
+                                                                   config, sample):
+    def load_dataset(*args, revision=None, **kwargs):
         assert (args, kwargs) == ((path, config), {'split': 'train', 'streaming': True})
-        return Rows({'text': text} for text in DOCUMENTS)
+        if revision is None and config is None:
+            raise RuntimeError('Dataset scripts are no longer supported, but found x.py')
+        assert revision == (None if config else 'refs/convert/parquet')
+        return Rows([{'text': None}, *({'text': text} for text in DOCUMENTS)])
 
     fake_hub(monkeypatch, load_dataset)
     assert run(*sample, name=name, source=None) == run(), 'the same documents from a file'
-
-
-def test_hub_datasets_with_scripts_are_asked_for_as_parquet(monkeypatch):
-    def load_dataset(*args, revision=None, **kwargs):
-        if revision is None:
-            raise RuntimeError('Dataset scripts are no longer supported, but found x.py')
-        return Rows([{'text': revision}, {'text': None}, {'text': 'b'}])
-
-    fake_hub(monkeypatch, load_dataset)
-    assert list(hub_documents('x/y')) == ['refs/convert/parquet', '', 'b']
-    assert list(hub_documents('x/y', skip=1)) == ['', 'b']
+    assert list(hub_documents(path, config, skip=1)) == DOCUMENTS
+    assert next(iter(hub_documents(path, config))) == ''
 
 
 @pytest.mark.parametrize('error, words', [

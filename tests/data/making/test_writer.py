@@ -38,6 +38,9 @@ def test_chunks_and_shards_of_any_size_give_the_same_tokens(tmp_path, shard_toke
     for start, n in itertools.combinations_with_replacement(range(11), 2):
         window = data.window(start, n - start)
         assert window.dtype == np.uint16 and window.tolist() == list(range(start, n))
+    for start, n in ((-1, 2), (9, 2), (11, 0), (0, -1), (0, 11)):
+        with pytest.raises(IndexError):
+            data.window(start, n)
 
 
 def test_a_link_to_a_folder_is_not_a_preparation(tmp_path):

@@ -56,6 +56,7 @@ def ladder(tmp_path):
 
 
 CONVERTED = """
+batch_sizes = '1'
 side_rows = {'converted': ('+ MQA', dict(converted_from='MHA', max_iters=4))}
 side_seeds = '1'
 """
@@ -66,7 +67,7 @@ def trained(tmp_path_factory):
     """(arguments, folder, standard output) of a finished ladder with a converted row."""
     folder, out = tmp_path_factory.mktemp('ablate') / 'results', io.StringIO()
     path = folder.parent / 'ablate_mine.py'
-    path.write_text(LADDER + CONVERTED)
+    path.write_text(LADDER.replace('speed = False', 'repeats = 5') + CONVERTED)
     argv = [str(path), f'--folder={folder}', '--device=cpu']
     with contextlib.redirect_stdout(out):
         ablate.main([*argv, '--jobs=2', '--json=True'])
@@ -86,11 +87,10 @@ def test_a_ladder_is_trained_judged_and_reported_once(trained, capsys, monkeypat
     assert len(list((folder / 'runs').iterdir())) == 3
     # 2 layers of K and V, 2 or 1 heads of 8, in bfloat16; then in int8 with scales of 2 bytes
     assert [row['kv']['bytes_per_token'] for row in summary['rows']] == [128, 64, 40, 64]
-    assert [row['kv']['at']['64']['bytes'] for row in summary['rows'][:3]] == [8192, 4096, 2560]
     written = (folder / 'report.md').read_text()
     assert '![' not in written and not list(folder.glob('*.png'))  # a table tells it all
-    for text in ('| + MQA |', 'python train.py config/train_recall.py'):
-        assert text in written
+    assert '| + MQA |' in written and 'python train.py config/train_recall.py' in written
+    assert len(summary['speed']['cells']) == 5 and '\nSpeed' in written and '\nSpeed' in out
     assert json.loads((folder / 'results.json').read_text()) == without_curves(summary)
 
     before = (folder / 'runs.jsonl').read_text()
@@ -101,7 +101,7 @@ def test_a_ladder_is_trained_judged_and_reported_once(trained, capsys, monkeypat
     out = printed(capsys, argv)
     assert "seeds done [1], to do -" in out and 'of the core' not in out
     monkeypatch.setattr('lab.ablation.results.core_digest', lambda: 'changed')
-    assert '4 of 4 results were measured with another version' in printed(capsys, argv)
+    assert '5 of 5 results were measured with another version' in printed(capsys, argv)
     assert "seeds done -, to do [1]" in printed(capsys, [*argv, '--max_iters=13'])
 
 
@@ -137,17 +137,12 @@ def test_stopped_it_goes_on_where_it_was(ladder, sent, status):
     argv, folder = ladder
     argv += ['--max_iters=700', '--lr_decay_iters=700', '--eval_interval=700', '--only=MHA',
              '--jobs=1']
-    command = [sys.executable, ablate.__file__, *argv]
     _, rows = read_ladder(argv, echo=False)
     run = Results(rows).out_dir(rows.rows['MHA'], 1)
     metrics = run / 'metrics.jsonl'
-
-    def iterations():
-        lines = metrics.read_text().splitlines() if metrics.exists() else []
-        return [json.loads(line)['iter'] for line in lines]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
+        [sys.executable, ablate.__file__, *argv], stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     deadline = time.time() + 120
     while not metrics.exists() or metrics.read_text().count('\n') < 20:
@@ -157,11 +152,12 @@ def test_stopped_it_goes_on_where_it_was(ladder, sent, status):
     out, _ = process.communicate(timeout=120)
     assert process.returncode == status, out
     assert 'saved iteration' in (run / 'train.log').read_text() and (run / 'ckpt.pt').is_file()
-    assert not (folder / 'runs.jsonl').exists() and 20 <= len(iterations()) < 701
+    assert not (folder / 'runs.jsonl').exists() and metrics.read_text().count('\n') < 701
 
     ablate.main(argv)
     assert 'Resuming training from' in (run / 'train.log').read_text()
-    assert iterations() == list(range(701))
+    found = [json.loads(line)['iter'] for line in metrics.read_text().splitlines()]
+    assert found == list(range(701))
     assert list(Results(rows).runs()) == [('mha', 1)]
 
 
@@ -204,17 +200,13 @@ side_seeds = '3'
     assert sorted((row.name, seed) for row, seed in runs) == sorted(wanted)
 
 
-def test_a_second_one_in_the_same_folder_is_refused(ladder):
+def test_a_second_one_in_a_folder_and_a_missing_matplotlib_are_told_first(ladder, monkeypatch):
     argv, folder = ladder
     with only_writer(folder, ''), pytest.raises(UserError, match='another --folder'):
         ablate.main(argv)
-
-
-def test_without_matplotlib_it_says_so_before_it_trains(ladder, monkeypatch):
-    argv, folder = ladder
     monkeypatch.setitem(sys.modules, 'matplotlib', None)
     with pytest.raises(UserError, match=r"need matplotlib: pip install .*--pictures=False"):
         ablate.main([*argv, '--pictures=True'])
-    assert not folder.exists()
+    assert not (folder / 'runs').exists()
     ablate.main([*argv, '--report_only=True'])
     assert (folder / 'report.md').is_file() and not list(folder.glob('*.png'))

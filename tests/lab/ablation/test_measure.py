@@ -1,6 +1,5 @@
 """Evaluating trained weights with the row's cache, converted according to the row."""
 import dataclasses
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from tests.lab.ablation.conftest import CONFIG
 
 ALPHABET = 'abcdefghijklm'
 TOKENIZER = CharTokenizer({c: i for i, c in enumerate(ALPHABET)}, dict(enumerate(ALPHABET)))
+WINDOWS = torch.randint(len(ALPHABET), (6, 65), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture
@@ -39,18 +39,12 @@ def saved(ladder):
     return {'model': model.state_dict(), 'model_args': vars(config)}
 
 
-def windows():
-    return torch.randint(len(ALPHABET), (6, 65), generator=torch.Generator().manual_seed(1))
-
-
 def test_a_row_is_judged_through_a_cache_of_its_own_storage(ladder, saved):
     row = ladder.rows['+ windows']
     model = measure.trained_model(ladder, row, saved, 'ckpt.pt')
-    plain = measure.losses(model, row, windows(), TOKENIZER)[0]
-    int8, half = (
-        measure.losses(model, SimpleNamespace(name='x', kv_dtype=kv_dtype, weight_dtype='auto'),
-                       windows(), TOKENIZER)[0]
-        for kv_dtype in ('int8', 'bfloat16'))
+    plain, int8, half = (
+        measure.losses(model, dataclasses.replace(row, kv_dtype=kv_dtype), WINDOWS, TOKENIZER)[0]
+        for kv_dtype in ('auto', 'int8', 'bfloat16'))
     assert plain['cache_minus_forward_largest'] < 1e-5
     assert plain['val_loss'] == pytest.approx(plain['val_loss_forward'], abs=1e-6)
     assert int8['cache_minus_forward_largest'] < 1e-3
@@ -58,6 +52,7 @@ def test_a_row_is_judged_through_a_cache_of_its_own_storage(ladder, saved):
     assert 0 < half['cache_minus_forward_largest'] < 0.1
     assert plain['bytes'] == plain['tokens'] == 6 * 64 and len(plain['loss_by_position']) == 64
     assert len(plain['loss_by_window']) == 6
+    assert plain['bits_per_byte'] == pytest.approx(plain['val_loss'] / np.log(2))
     assert np.mean(plain['loss_by_window']) == pytest.approx(plain['val_loss'], abs=1e-5)
 
 
@@ -72,7 +67,7 @@ def test_a_cache_that_gives_other_losses_is_an_error(kv_dtype, ladder, saved, mo
         cache.stores[0].zero_values(list(range(cache.batch_size)), int(cache.lengths.max()))
     monkeypatch.setattr(KVCache, 'commit', forgetful)
     with pytest.raises(RuntimeError, match='is not that of the forward pass'):
-        measure.losses(model, row, windows(), TOKENIZER)[0]
+        measure.losses(model, row, WINDOWS, TOKENIZER)
 
 
 def test_a_row_with_int8_weights_is_judged_with_them(ladder_of, tmp_path, saved, monkeypatch):
@@ -128,25 +123,20 @@ def test_a_row_that_changes_at_inference_gets_converted_weights(ladder, saved):
     assert torch.equal(tied.state_dict()[name], plain.state_dict()[name][:32])
 
 
-def test_recall_counts_what_is_asked_alone(ladder, saved, monkeypatch):
+@pytest.mark.parametrize('right_at', [(7, 20), (20,), ()])
+def test_recall_counts_what_is_asked_alone(ladder, saved, monkeypatch, right_at):
     """A model that predicts the right token always, never, or at only one distance."""
     model = measure.trained_model(ladder, ladder.rows['+ windows'], saved, 'ckpt.pt')
     task = LagTask(64, (7, 20))
 
-    def oracle(right_at):
-        def logits_of(idx):
-            out = torch.zeros(*idx.shape, task.vocab_size)
-            for distance in task.distances:
-                answer = torch.roll(idx, distance, dims=1)
-                asked = idx == 64 + task.distances.index(distance)
-                if distance in right_at and asked.any(1).all():
-                    out.scatter_(2, answer[..., None], 1.0)
-            return out
-        return lambda *args: logits_of
-    for right_at in ((7, 20), (20,), ()):
-        monkeypatch.setattr(lookup, 'through_cache', oracle(right_at))
-        found = lookup.recall(model, 'float32', task, rows=32)
-        assert found['local_reach'] == 2 * 7
-        for distance, share in found['accuracy'].items():
-            assert share == 1.0 if distance in right_at else share < 0.05
-        assert list(found['accuracy']) == [7, 20]
+    def logits_of(idx):
+        out = torch.zeros(*idx.shape, task.vocab_size)
+        for distance in right_at:
+            if (idx == 64 + task.distances.index(distance)).any(1).all():
+                out.scatter_(2, torch.roll(idx, distance, dims=1)[..., None], 1.0)
+        return out
+    monkeypatch.setattr(lookup, 'through_cache', lambda *args: logits_of)
+    found = lookup.recall(model, 'float32', task, rows=32)
+    assert found['local_reach'] == 2 * 7 and list(found['accuracy']) == [7, 20]
+    for distance, share in found['accuracy'].items():
+        assert share == 1.0 if distance in right_at else share < 0.05

@@ -29,6 +29,9 @@ def test_what_was_written_counts_for_the_same_settings_alone(results):
     assert here.read(int8, 1) is None  # a different row's
     here.write(row, 1, found | {'val_loss': 2.0})
     assert here.read(row, 1)['val_loss'] == 2.0  # the last line counts
+    here.failures['+ windows', 1] = 'out of luck'  # of the row that trains the weights
+    tied = here.ladder.rows['tied later']
+    assert [here.failed(tied, seed) for seed in (1, 2)] == ['out of luck', '']
 
 
 def test_files_of_two_machines_are_joined(results):
@@ -59,14 +62,18 @@ def test_files_of_two_machines_are_joined(results):
 def test_a_new_key_of_train_changes_nothing_and_another_default_does(results):
     here = results()
     row = here.ladder.rows['+ MQA']
-    settings = dict(here.ladder.weighty(row))
+    settings = {**here.ladder.weighty(row)}
     found = {'fingerprint': here.ladder.fingerprint(row), 'settings': settings}
-    del found['settings']['beta1']      # as if the key had not existed then
+    del settings['beta1']      # as if the key had not existed then
     here.write(row, 1, found)
     assert here.read(row, 1)
-    found['settings']['beta1'] = 0.8    # as if this had been its default
+    settings['beta1'] = 0.8    # as if this had been its default
     here.write(row, 1, found)
     assert here.read(row, 1) is None
+    with here.path.open('a') as file:
+        file.write('{')
+    with pytest.raises(UserError, match='runs.jsonl, line 3 cannot be read.*delete it'):
+        here.read(row, 1)
 
 
 def test_results_of_another_core_are_counted_and_kept(results, monkeypatch):
@@ -80,20 +87,3 @@ def test_results_of_another_core_are_counted_and_kept(results, monkeypatch):
         lines.append(here.other_core({'cells': [], 'core': 'now'})[:6])
     assert lines == ['', '1 of 3', '2 of 4']
     assert here.other_core({'cells': [], 'core': 'older'}).startswith('3 of 4')
-
-
-def test_a_failure_counts_for_all_rows_with_the_same_weights(results):
-    here = results()
-    here.failures[here.ladder.trainer(here.ladder.rows['+ windows']).name, 1] = 'out of luck'
-    assert here.failed(here.ladder.rows['tied later'], 1) == 'out of luck'
-    assert here.failed(here.ladder.rows['tied later'], 2) == ''
-
-
-def test_a_damaged_line_is_named(results):
-    here = results()
-    row = here.ladder.rows['+ MQA']
-    here.write(row, 1, {'settings': {}})
-    with here.path.open('a') as file:
-        file.write('{')
-    with pytest.raises(UserError, match='runs.jsonl, line 2 cannot be read.*delete it'):
-        here.read(row, 1)

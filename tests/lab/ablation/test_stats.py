@@ -9,12 +9,6 @@ from lab.ablation.stats import evaluation_half, holm, mean_sd, paired_difference
 from lab.ablation.summary import correct_for_number, difference
 
 
-def test_mean_and_sample_standard_deviation():
-    found = mean_sd([1.0, 2.0, 4.0])
-    assert found['mean'] == pytest.approx(7 / 3) and found['sd'] == pytest.approx(1.5275252)
-    assert mean_sd([1.5])['sd'] is None
-
-
 def test_a_paired_difference_and_its_interval():
     """Differences -0.1, -0.3, -0.2: mean -0.2, sd 0.1; t(0.975, 2) = 4.303."""
     found = paired_difference({1: 1.0, 2: 2.0, 3: 3.0}, {1: 1.1, 2: 2.3, 3: 3.2, 9: 0.0})
@@ -24,11 +18,11 @@ def test_a_paired_difference_and_its_interval():
     assert found['p'] == pytest.approx(1 - 3.4641016 / math.sqrt(2 + 12))
     assert paired_difference({1: 1.0}, {2: 1.0}) is None
     assert paired_difference({1: 1.0}, {1: 0.5})['half_95'] is None
-
-
     # equal differences have no width
     assert paired_difference({1: 1.0, 2: 1.5}, {1: 1.0, 2: 1.5})['p'] == 1.0
     assert paired_difference({1: 1.0, 2: 1.5}, {1: 0.5, 2: 1.0})['p'] == 0.0
+    assert mean_sd([1.0, 2.0, 4.0])['sd'] == pytest.approx(1.5275252)
+    assert mean_sd([1.5])['sd'] is None
 
 
 def test_the_bootstrap_of_windows_is_the_normal_interval_of_their_mean():
@@ -42,28 +36,15 @@ def test_the_bootstrap_of_windows_is_the_normal_interval_of_their_mean():
     assert evaluation_half(shifted, shifted + 1.0) == pytest.approx(0, abs=1e-12)
 
 
-def test_seeds_needed_for_an_interval():
+def test_seeds_needed_for_an_interval_of_students_t():
     """sd 0.018: with 8 pairs 2.365 * 0.018 / sqrt(8) = 0.01505, with 9 2.306 * 0.018 / 3 =
     0.01384."""
     assert seeds_needed(0.018, 0.0151) == 8 and seeds_needed(0.018, 0.0150) == 9
     assert seeds_needed(0.0, 0.01) == 2
-
-
-def test_holm_stops_at_the_first_that_falls():
-    """Bonferroni alone (0.05 / 4) would keep only 'a'."""
-    assert holm({'a': 0.001, 'b': 0.015, 'c': 0.02, 'd': 0.5}) == {'a', 'b', 'c'}
-    assert holm({'a': 0.02, 'b': 0.03, 'c': 0.03}) == holm({}) == set()
-
-
-@pytest.mark.parametrize('degrees, t, outside', [
-    (1, 12.706, 0.05), (1, 63.657, 0.01), (2, 4.303, 0.05), (7, 3.499, 0.01), (30, 2.042, 0.05),
-    (2, 0.0, 1.0)])
-def test_students_t_as_printed_in_tables(degrees, t, outside):
-    # the tables round t to 0.0005, and the density there is at most 0.1
-    assert stats.t_outside(t, degrees) == pytest.approx(outside, abs=1e-4)
-    assert stats.t_outside(-t, degrees) == stats.t_outside(t, degrees)
-    if t:
+    # as printed in tables of Student's t
+    for degrees, t, outside in ((1, 12.706, 0.05), (1, 63.657, 0.01), (30, 2.042, 0.05)):
         assert stats.t_bound(degrees, outside) == pytest.approx(t, rel=2e-4)
+    assert stats.t_outside(-4.303, 2) == stats.t_outside(4.303, 2) < stats.t_outside(0.0, 2) == 1
 
 
 def test_losses_by_window_give_the_error_of_the_evaluation():
@@ -77,8 +58,11 @@ def test_losses_by_window_give_the_error_of_the_evaluation():
 
 
 def test_what_stands_in_a_column():
-    """Of p = 0.01, 0.03 and 0.04, Holm keeps what is below 0.05/3, then 0.05/2, then 0.05. Rows of
-    two seeds do not count."""
-    column = [{'each': [1] * 3, 'p': p} for p in (0.04, 0.01, 0.03)] + [{'each': [1, 2], 'p': 0.0}]
+    """Holm keeps the smallest of p below 0.05/4, the next below 0.05/3, then 0.05/2, then 0.05, and
+    stops at the first that is not (Bonferroni alone keeps only the first). Rows of two seeds do not
+    count."""
+    column = [{'each': [1] * 3, 'p': p} for p in (0.02, 0.001, 0.5, 0.015)]
+    column.append({'each': [1, 2], 'p': 0.0})
     correct_for_number(column)
-    assert [each.get('stands') for each in column] == [False, True, False, None]
+    assert [each.get('stands') for each in column] == [True, True, False, True, None]
+    assert holm({'a': 0.02, 'b': 0.03, 'c': 0.03}) == holm({}) == set()

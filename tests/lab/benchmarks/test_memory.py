@@ -15,25 +15,20 @@ from tests.helpers.models import FULL_STACK, VOCAB, random_model
 
 VANILLA = dict(n_layer=2, n_head=2, n_embd=12, block_size=16, vocab_size=VOCAB)
 GQA = dict(FULL_STACK, n_kv_head=2, kv_share='')
-CONFIGS = pytest.mark.parametrize('config', [VANILLA, FULL_STACK, GQA],
-                                  ids=['vanilla', 'full stack', 'GQA'])
 
 
-@CONFIGS
-@pytest.mark.parametrize('held', [1, 5, 6, 40])
-def test_kv_read_is_what_each_layers_mask_lets_the_new_token_see(config, held):
+@pytest.mark.parametrize('config', [VANILLA, FULL_STACK, GQA], ids=['vanilla', 'full', 'GQA'])
+def test_kv_read_is_what_each_layers_mask_lets_the_new_tokens_see(config):
     plan = plan_kv(GPTConfig(**config))
-    keys = sum(int(dense_mask(1, held, layer.window).sum()) for layer in plan.layers)
-    per_key = 2 * plan.n_kv_head * plan.head_dim * 4
-    assert kv_read_per_step(plan, 'float32', 3, held - 1, 1) == keys * per_key * 3
-
-
-def test_kv_read_by_hand():
-    """LLLLLGL, W=5: six local layers and one global; one K/V head of 6."""
-    plan = plan_kv(GPTConfig(**FULL_STACK))
-    assert kv_read_per_step(plan, 'int8', 1, 2, 1) == 7 * 3 * 2 * (6 + 2)  # with their scales
-    keys = 6 * (4 + 5 + 5 + 5) + 4 + 5 + 6 + 7
-    assert kv_read_per_step(plan, 'float32', 1, 3, 4) == keys / 4 * 48
+    keys = {held: sum(int(dense_mask(1, held, layer.window).sum()) for layer in plan.layers)
+            for held in range(1, 12)}
+    elements = 2 * plan.n_kv_head * plan.head_dim
+    for held in (1, 5, 6, 9):
+        found = kv_read_per_step(plan, 'float32', 3, held - 1, 1)
+        assert found == keys[held] * elements * 4 * 3
+        mean = (keys[held] + keys[held + 1]) / 2
+        scales = 2 * plan.n_kv_head * 2
+        assert kv_read_per_step(plan, 'int8', 1, held - 1, 2) == mean * (elements + scales)
 
 
 def really_read(model, batch, held) -> int:
@@ -68,22 +63,14 @@ def test_weights_read_are_those_that_a_step_cannot_do_without(config):
     assert (weight_read_bytes(model, 2) < weight_bytes(model)) == (model.rotary is None)
 
 
-# -- sequences within a budget ---------------------------------------------------------------------
-
-MODEL = random_model(GPTConfig(**FULL_STACK), torch.float32)
-ONE = MODEL.plan.nbytes(1, 40, 'int8')
-
-
-@pytest.mark.parametrize('budget, fit', [(ONE, 1), (2 * ONE - 1, 1), (2 * ONE, 2)])
-def test_the_largest_batch_that_fits(budget, fit):
-    found = most_sequences(MODEL.plan, budget, 40, 'int8')
-    assert found == {'sequences': fit, 'kv_bytes': fit * ONE,
-                     'kv_bytes_of_one_more': (fit + 1) * ONE}
-    with pytest.raises(UserError, match=rf"budget=.* 40 tokens takes {ONE:,} bytes"):
-        most_sequences(MODEL.plan, ONE - 1, 40, 'int8')
-
-
-def test_a_cache_larger_than_the_machine_is_refused():
+def test_the_largest_batch_that_fits():
+    plan = plan_kv(GPTConfig(**FULL_STACK))
+    one = plan.nbytes(1, 40, 'int8')
+    for budget, fit in ((one, 1), (2 * one - 1, 1), (2 * one, 2)):
+        assert most_sequences(plan, budget, 40, 'int8') == {
+            'sequences': fit, 'kv_bytes': fit * one, 'kv_bytes_of_one_more': (fit + 1) * one}
+    with pytest.raises(UserError, match=rf"budget=.* 40 tokens takes {one:,} bytes"):
+        most_sequences(plan, one - 1, 40, 'int8')
     model = random_model(GPTConfig(**FULL_STACK), torch.float32)
     with pytest.raises(UserError, match=r'takes \d+\.\d GB, this machine has'):
         setting.make_cache(model, 1, 10 ** 13, 'float32')

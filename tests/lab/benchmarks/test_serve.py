@@ -16,11 +16,9 @@ from tests.helpers.models import FULL_STACK, random_model
 SETTINGS = SimpleNamespace(kv_dtype='auto', prefill_chunk=0, repeats=5, captured=True)
 
 
-def lengths_of(text, seed=1, n=4000):
-    return serve.output_lengths(SimpleNamespace(output_lengths=text, requests=n, seed=seed))
-
-
 def test_lengths_are_log_uniform_and_the_seeds():
+    def lengths_of(text, seed=1, n=4000):
+        return serve.output_lengths(SimpleNamespace(output_lengths=text, requests=n, seed=seed))
     lengths, again, other = (lengths_of('16,256', seed) for seed in (1, 1, 2))
     assert lengths == again != other and (min(lengths), max(lengths)) == (16, 256)
     assert sum(map(math.log, lengths)) / 4000 == pytest.approx(math.log(16 * 256) / 2, abs=0.05)
@@ -36,18 +34,14 @@ def test_the_static_engine_admits_only_when_all_have_left():
     scheduler = serve.StaticScheduler(cache, 8)
     for n in range(3):
         scheduler.waiting.append(Request(n, [1, 2], SamplingParams()))
-    scheduler.schedule()
-    assert [r.number for r in scheduler.running] == [0, 1]
-    scheduler.finish(scheduler.running[0])
-    scheduler.schedule()
-    assert [r.number for r in scheduler.running] == [1]
-    scheduler.finish(scheduler.running[0])
-    scheduler.schedule()
-    assert [r.number for r in scheduler.running] == [2]
+    for running in ([0, 1], [1], [2]):
+        scheduler.schedule()
+        assert [r.number for r in scheduler.running] == running
+        scheduler.finish(scheduler.running[0])
 
 
 def test_all_sides_give_each_request_its_tokens():
-    model = random_model(GPTConfig(**FULL_STACK))
+    model = random_model(GPTConfig(**FULL_STACK), torch.float32)
     lengths = [3, 9, 1, 14, 5, 2, 8]
     prompts = [[n, n + 1, 3] for n in range(7)]
     asked = model, 3, 3 + 14, SETTINGS
@@ -59,6 +53,12 @@ def test_all_sides_give_each_request_its_tokens():
         for one in served:
             assert list(map(len, one.tokens)) == lengths and len(one.firsts) == 7
             assert all(0 < first <= one.seconds for first in one.firsts) and one.kv_held > 0
+    # other texts are not passed over
+    tokens = served[0].tokens
+    assert serve.same_texts(model, prompts, tokens, tokens, 'x') == {'rows_equal': 7, 'rows': 7}
+    wrong = [*tokens[:6], [(t + 1) % 23 for t in tokens[6]]]
+    with pytest.raises(UserError, match='more than rounding'):
+        serve.same_texts(model, prompts, tokens, wrong, 'x')
 
 
 def test_figures_are_of_whole_rounds():
@@ -69,12 +69,3 @@ def test_figures_are_of_whole_rounds():
     assert {name: ratio['median'] for name, ratio in ratios.items()} == {
         'static': 1.5, 'static engine': 2.5}
     assert found['sides']['ours']['tokens_per_second']['median'] == 5.0
-
-
-def test_other_texts_are_not_passed_over():
-    model = random_model(GPTConfig(**FULL_STACK), torch.float32)
-    [tokens] = serve.through_engine(model, 1, 6, SETTINGS)([[1, 2]], [4]).tokens
-    found = serve.same_texts(model, [[1, 2]], [tokens], [tokens], 'static')
-    assert found == {'rows_equal': 1, 'rows': 1}
-    with pytest.raises(UserError, match='more than rounding'):
-        serve.same_texts(model, [[1, 2]], [tokens], [[(t + 1) % 23 for t in tokens]], 'static')

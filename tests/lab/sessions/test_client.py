@@ -19,7 +19,7 @@ DONE = '[DONE]'
 @dataclass
 class Says:
     """A response in chunks. parts: JSON documents or texts of a stream, or seconds to wait. body:
-    instead of a stream. cut: the connection is closed without the end that chunks need."""
+    sent before it. cut: the connection is closed without the end that chunks need."""
     parts: list = field(default_factory=list)
     status: int = 200
     headers: dict = field(default_factory=dict)
@@ -102,15 +102,12 @@ STREAMS = {
                   'ab', [5, 6], 2),
     'text alone': ([choice(text='a'), choice(text='b', token_ids=None),
                     choice(text='', finish_reason='stop')], 'ab', [], 2),
-    'chat': ([choice(delta={'role': 'assistant', 'content': ''}), choice(delta={'content': 'xy'}),
-              choice(delta={'content': None}), choice(delta={'content': 'z'}),
-              choice(delta={}, finish_reason='stop')], 'xyz', [], 2),
+    'chat': ([choice(delta={'role': 'assistant', 'content': ''}),
+              choice(delta={'content': 'x'}, token_ids=[3]),
+              choice(delta={'content': ''}, token_ids=[4]), choice(delta={'content': None}),
+              choice(delta={}, finish_reason='stop')], 'x', [3, 4], 2),
     'thoughts': ([choice(delta={'reasoning_content': 'hm'}), choice(delta={'reasoning': 'hm'}),
-                  choice(delta={'content': 'x'})], 'x', [], 3),
-    'chat with ids': ([choice(delta={'role': 'assistant', 'content': ''}),
-                       choice(delta={'content': 'x'}, token_ids=[3]),
-                       choice(delta={'content': ''}, token_ids=[4]),
-                       choice(delta={}, finish_reason='stop')], 'x', [3, 4], 2)}
+                  choice(delta={'content': 'x'})], 'x', [], 3)}
 
 
 @pytest.mark.parametrize('name', STREAMS)
@@ -127,18 +124,14 @@ def test_parts_of_a_reply(scripted, name):
 
 
 def test_stamps_are_when_parts_come_and_what_follows_the_end_is_left(scripted):
-    server = scripted(Says([choice(text='a'), 0.3, choice(text='b'), DONE, 30.0,
-                            choice(text='c')]))
+    """Lines of a stream that are no data are left too."""
+    lines = (b': ping\n\nevent: cache\ndata:{"choices": [{"text": "a"}]}\n\nid: 5\n\n'
+             b'data: {"choices": [{"text": "b"}]}\r\n\r\n')
+    server = scripted(Says([0.3, choice(text='c'), DONE, 30.0, choice(text='d')], body=lines))
     answer = Client(server.url).ask('completions', {})
-    first, second = answer.stamps
-    assert second - first > 0.1 and answer.text == 'ab' and answer.usage == {}
+    first, second, third = answer.stamps
+    assert third - second > 0.1 and answer.text == 'abc' and answer.usage == {}
     assert answer.started < first and time.perf_counter() - answer.started < 20
-
-
-def test_lines_of_a_stream_that_are_no_data(scripted):
-    events = (b': ping\n\nevent: cache\ndata:{"choices": [{"text": "a"}]}\n\nid: 5\n\n'
-              b'data: {"choices": [{"text": "b"}]}\r\n\r\ndata: [DONE]\r\n\r\n')
-    assert Client(scripted(Says(body=events)).url).ask('completions', {}).text == 'ab'
 
 
 def test_hanging_up_after_so_many_parts(scripted):
@@ -146,8 +139,6 @@ def test_hanging_up_after_so_many_parts(scripted):
     answer = Client(server.url).ask('completions', {}, most_parts=3)
     assert answer.text == 'aaa' and len(answer.stamps) == 3
     assert server.left.wait(20), 'the connection stayed open'
-
-
 # -- failures --------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('says, why', [
@@ -199,13 +190,6 @@ def test_forms_of_an_address(scripted, form, base, monkeypatch):
     assert {request[2]['Authorization'] for request in server.requests} == {'Bearer sesame'}
 
 
-@pytest.mark.parametrize('url, why', [
-    ('ftp://127.0.0.1', 'url='), ('', 'url='), ('127.0.0.1:port', 'port')])
-def test_addresses_of_no_server(url, why):
-    with pytest.raises(UserError, match=why):
-        Client(url).model()
-
-
 @pytest.mark.parametrize('says, named', [
     (MODELS, "no model 'big', only tiny, other"), (Says(body=b'{"data": []}'), 'no list of models'),
     (Says(status=401, body=b'{"error": {"message": "a key is needed"}}'), '401.*a key'),
@@ -214,3 +198,6 @@ def test_servers_that_do_not_have_the_model(scripted, says, named):
     name = 'big' if says is MODELS else ''
     with pytest.raises(Failed, match=named):
         Client(scripted(says).url, name=name).model()
+    for url, why in (('ftp://127.0.0.1', 'url='), ('', 'url='), ('127.0.0.1:port', 'port')):
+        with pytest.raises(UserError, match=why):
+            Client(url).model()

@@ -14,57 +14,42 @@ from lab.sessions.known import Known
 from lab.sessions.presets import PRESETS, make
 from lab.sessions.simulate import simulate, texts, unavoidable
 from lab.sessions.trace import Trace
+from tests.helpers.sessions import common
 
 SHIPPED = Path(program.__file__).parent / 'traces'
 
 
 @pytest.mark.parametrize('name', PRESETS)
-def test_the_shipped_trace_is_what_its_preset_makes(name, tmp_path):
-    program.main(['make', name, f'--save={tmp_path / "t.jsonl"}'])
-    assert (tmp_path / 't.jsonl').read_bytes() == (SHIPPED / f'{name}.jsonl').read_bytes()
+def test_the_shipped_trace_is_what_its_preset_makes_and_says_all_of_it(name, tmp_path):
+    shipped, path = (SHIPPED / f'{name}.jsonl').read_bytes(), tmp_path / 't.jsonl'
+    program.main(['make', name, f'--save={path}'])
+    assert path.read_bytes() == shipped
+    Trace.read(path).write(path)
+    assert path.read_bytes() == shipped
+HEAD = {'format': traces.FORMAT, 'name': 'x', 'seed': 1, 'systems': [5]}
 
 
-def test_a_file_says_all_of_a_trace(tmp_path):
-    trace = make('forking', 3, sessions=6)
-    trace.write(tmp_path / 't')
-    again = Trace.read(tmp_path / 't')
-    for session in (s for t in (trace, again) for s in t.sessions):
-        for request in session.requests:
-            request.at = round(request.at, 3)
-            if not request.keep:
-                request.like = -1
-    assert again == trace
-
-
-HEAD = {'format': traces.FORMAT, 'name': 'x', 'seed': 1, 'systems': [4]}
+def written(folder, lines):
+    (folder / 't').write_text('\n'.join(map(json.dumps, lines)))
+    return folder / 't'
 
 
 @pytest.mark.parametrize('lines, expected', [
     ([], 'not enough'), ([HEAD | {'format': 'y'}], 'its format'),
     ([HEAD, {'session': 0, 'system': 0, 'requests': [{'at': 0}]}], 'missing')])
 def test_files_that_are_no_traces(tmp_path, lines, expected):
-    path = tmp_path / 't'
-    path.write_text('\n'.join(map(json.dumps, lines)))
     with pytest.raises(UserError, match=f'is not a trace.*{expected}'):
-        Trace.read(path)
+        Trace.read(written(tmp_path, lines))
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=8), min_size=1, max_size=12))
 def test_the_longest_known_prefix(sequences):
     known = Known()
     for i, tokens in enumerate(sequences):
-        longest = max((sum(1 for _ in _common(tokens, other)) for other in sequences[:i]),
-                      default=0)
+        longest = max((common(tokens, other) for other in sequences[:i]), default=0)
         assert known.prefix(tokens) == longest
         assert known.unavoidable(tokens) == len(tokens) - min(longest, len(tokens) - 1) >= 1
         known.add(tokens)
-
-
-def _common(a, b):
-    for x, y in zip(a, b):
-        if x != y:
-            return
-        yield x
 
 
 def test_what_no_cache_can_save(tmp_path):
@@ -73,11 +58,9 @@ def test_what_no_cache_can_save(tmp_path):
     requests = [dict(at=0, after=-1, message=7, reply=4), dict(at=1, after=0, message=3, reply=2),
                 dict(at=2, after=-1, message=6, reply=3, kind='edit', like=0, keep=2),
                 dict(at=3, after=-1, message=6, reply=3, kind='regenerate', like=2, keep=6)]
-    lines = [{'format': traces.FORMAT, 'name': 'x', 'seed': 1, 'systems': [5]},
-             {'session': 0, 'system': 0, 'requests': requests},
+    lines = [HEAD, {'session': 0, 'system': 0, 'requests': requests},
              {'session': 1, 'system': 0, 'requests': [dict(at=9, after=-1, message=8, reply=1)]}]
-    (tmp_path / 't').write_text('\n'.join(map(json.dumps, lines)))
-    trace = Trace.read(tmp_path / 't')
+    trace = Trace.read(written(tmp_path, lines))
     lengths = [len(prompt) for prompt, _ in texts(trace)]
     assert lengths == [12, 19, 11, 11, 13] and trace.longest == 21
     # the last token of the reply, whose K and V were not computed, comes with the next message
