@@ -75,13 +75,15 @@ def frame(plan: KVPlan, max_seq_len: int, kv_dtype: str, length: int, n_prompt: 
     tall = 4 * len(plan.slots) <= height  # then lanes have lines of their own
     header, *names = labels(plan, max_seq_len, kv_dtype, length, width < NARROW)
     columns = max(1, width if tall else width - len(header) - len(f'  {max_seq_len:,}/cell '))
-    said = textwrap.wrap(caption(plan, max_seq_len, length, n_prompt), width)
-    n_said = -(-LONGEST // width)  # the lanes stay where they are
-    foot = [Text(line, 'yellow') for line in (said + [''] * n_said)[:n_said]]
-    foot += [Text(line, 'dim') for line in textwrap.wrap(LEGEND, width)]
+    foot = [Text(line, 'dim') for line in textwrap.wrap(LEGEND, width)]
     foot += [Text(line, 'bold') for line in textwrap.wrap(
         totals(plan, max_seq_len, kv_dtype, length, speed, recomputes), width)]
     room = max(1, height - len(foot) - 2 - TEXT_LINES)
+    n_said = -(-LONGEST // width)  # whatever is said, the lanes stay where they are
+    if room >= len(names) * (1 + tall) + n_said:
+        said = textwrap.wrap(caption(plan, max_seq_len, length, n_prompt), width)
+        foot = [Text(line, 'yellow') for line in (said + [''] * n_said)[:n_said]] + foot
+        room -= n_said
     n = len(names) if tall or len(names) <= room else room - 1
     body = [Text(header, 'dim')]
     for slot, name in zip(plan.slots[:n], names):

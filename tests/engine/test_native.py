@@ -46,6 +46,8 @@ KINDS = {
     'latents': dict(WIDE, kv_latent=32, rope_fraction_global=0.0, share_global_kv=False),
     'latents with sinks, rounded': dict(WIDE, kv_latent=48, pos_embedding='learned', qk_norm=False,
                                         n_kv_head=2, attn_sink=True, kv_quant_train='int8'),
+    'layers that differ': dict(WIDE, n_head=4, layer_pattern='LLG', kv_share='',
+                               window_pattern='5,9,0', kv_head_pattern='1,2,4'),
     'wide heads': dict(WIDE, n_head=3, head_dim=112, layer_pattern='G', kv_share='', window_size=0),
 }
 

@@ -25,6 +25,7 @@ SHAPES = {
     'a window of one': dict(layer_pattern='LG', window_size=1),
     'all global': dict(layer_pattern='G'),
     'all local': dict(layer_pattern='L', window_size=6),
+    'windows that differ': dict(layer_pattern='LLG', window_pattern='2,7,0'),
     'offset keys': dict(layer_pattern='LLG', window_size=6, key_offset=True),
     'offset keys, all global': dict(layer_pattern='G', key_offset=True),
     'tied': dict(layer_pattern='LG', window_size=6, kv_tied='all'),
@@ -191,7 +192,8 @@ def test_what_is_restored_is_what_was_there(shape, turns, budget, n_pages, kv_dt
     world.consistent()
 
 
-COARSE = ('window below a block', 'a window of one', 'offset keys', 'offset keys, all global')
+COARSE = ('window below a block', 'a window of one', 'windows that differ', 'offset keys',
+          'offset keys, all global')
 
 
 @pytest.mark.parametrize('shape', [shape for shape in SHAPES if shape not in COARSE])

@@ -7,7 +7,8 @@ from rich.cells import cell_len
 from config.gpt_config import GPTConfig
 from config.sizes import nice_bytes
 from engine.text import watch
-from engine.text.watch import EMPTY, GENERATED, LEGEND, NEWEST, NEXT, PROMPT, frame, lane
+from engine.text.watch import (
+    EMPTY, GENERATED, LEGEND, NEWEST, NEXT, PROMPT, caption, frame, lane)
 from kv.cache import KVCache
 from kv.plan import plan_kv
 
@@ -66,9 +67,27 @@ def test_every_frame_fits_and_shows_every_slot(plan, width):
 
 def test_text_keeps_the_lanes_in_place_and_its_last_lines_are_shown():
     few, many = lines(SMALL, 80, 23), lines(SMALL, 80, 23, text='\n'.join(map(str, range(100))))
-    assert few[0] == 'ROMEO.' and few[1:9] == [''] * 8 and few[9:] == many[9:]
-    assert many[:9] == [str(i) for i in range(91, 100)]
-    assert lines(SMALL, 80, 23, text=None) == few[10:]
+    assert few[0] == 'ROMEO.' and few[1:8] == [''] * 7 and few[8:] == many[8:]
+    assert many[:8] == [str(i) for i in range(92, 100)]
+    assert lines(SMALL, 80, 23, text=None) == few[9:]
+
+
+def test_a_caption_says_what_has_just_happened():
+    read = 'The 20 tokens of the prompt were read at once, and are stored.'
+    shared = 'Layer 1 reads what layer 0 stored. It stores nothing itself.'
+    full = 'Ring full: each new token overwrites the oldest one in slot 0, 1, 3, 4.'
+    for n_prompt, length, said in ((20, 19, ''), (20, 20, read), (20, 27, read), (20, 28, shared),
+                                   (20, 63, shared), (20, 64, full), (20, 400, full),
+                                   (70, 85, shared), (70, 86, full)):
+        assert caption(SMALL, 501, length, n_prompt) == said.replace('20', str(n_prompt))
+    assert caption(SMALL, 64, 64, 20) == shared  # no ring is full before the end
+    assert caption(VANILLA, 501, 400, 20) == read
+    many = plan_kv(GPTConfig(**SHAPE | dict(layer_pattern='L', window_size=8)))
+    assert caption(many, 501, 7, 5) == read.replace('20', '5')
+    assert caption(many, 501, 21, 5).endswith('the oldest one in each ring.')
+    shown = lines(SMALL, 80, 23, 64)
+    assert full in shown and len(shown) == 23
+    assert len(lines(SMALL, 60, 23, 64)) == 23  # on two lines
 
 
 def test_totals_are_the_bytes_of_the_plan():

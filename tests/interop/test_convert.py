@@ -70,7 +70,19 @@ def test_heads_become_their_mean(old):
     assert 'transformer.h.3.attn.k_norm.weight' not in shared.state_dict()
 
 
+def test_heads_of_some_layers_become_their_mean():
+    model = model_of(dataclasses.replace(MHA, layer_pattern='LLG', window_size=4))
+    new = converted(model, kv_head_pattern='1,2,0', window_pattern='3,5,0')
+    assert [slot.n_kv_head for slot in new.plan.slots][:3] == [1, 2, 4]
+    for was, now, n in zip(model.transformer.h, new.transformer.h, (1, 2, 4)):
+        p, x = was.attn.c_attn.weight, now.attn.c_attn.weight
+        own = p[32:].unflatten(0, (2, n, 4 // n, 8)).mean(2).flatten(0, 2)
+        torch.testing.assert_close(x, torch.cat([p[:32], own]))
+
+
 @pytest.mark.parametrize('old, new, named', [
+    ({'layer_pattern': 'LG', 'window_size': 4, 'kv_head_pattern': '2,4'},
+     {'kv_head_pattern': '4,4'}, 'n_kv_head=4: the 2 K/V heads'),
     ({}, {'attn_sink': True}, 'attn_sink=True'), ({}, {'kv_tied': 'all'}, "kv_tied='all'"),
     ({}, {'key_offset': True}, 'key_offset=True'),
     (LATENT, {'kv_latent': 8}, 'kv_latent=8, but the weights have kv_latent=16'),

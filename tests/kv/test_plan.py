@@ -61,6 +61,7 @@ def test_any_plan_follows_the_rule_text(config):
 # -- what is refused -------------------------------------------------------------------------------
 
 ROPE = dict(n_head=4, n_embd=32, layer_pattern='LG', window_size=5, pos_embedding='rope')
+LLG = dict(ROPE, layer_pattern='LLG')
 
 
 @pytest.mark.parametrize('settings_, named', [
@@ -102,6 +103,19 @@ ROPE = dict(n_head=4, n_embd=32, layer_pattern='LG', window_size=5, pos_embeddin
     (dict(ROPE, key_offset=True, layer_pattern='L'), ['key_offset', "layer_pattern='L'"]),
     (dict(ROPE, key_offset=True, head_dim=6), ['key_offset', 'head_dim (it is 6)']),
     (dict(ROPE, act_clamp=-1.0), ['act_clamp=-1.0']),
+    (dict(LLG, window_pattern='16,0'), ["window_pattern='16,0'", '2 numbers', "'LLG'"]),
+    (dict(LLG, window_pattern='4,x,0'), ["'4,x,0'", "'x'"]),
+    (dict(LLG, window_pattern='4,-1,0'), ["'-1'"]), (dict(LLG, window_pattern=','), ["''"]),
+    (dict(LLG, window_pattern='4,4,4'), ["4 for a layer 'G'"]),
+    (dict(LLG, window_pattern='4,0,0'), ["0 for a layer 'L'"]),
+    (dict(LLG, window_pattern='4,99999999999,0'), ['2,147,483,647']),
+    (dict(LLG, window_pattern='4,5,0', kv_share='AAB'), ["'4,5,0'", '4 and 5', 'share']),
+    (dict(LLG, kv_head_pattern='1,2,4', kv_share='AAB'), ["'1,2,4'", '1 and 2', 'share']),
+    (dict(LLG, layer_pattern='GLG', window_size=4, kv_head_pattern='1,1,2', share_global_kv=True),
+     ["'1,1,2'", '1 and 2', 'share']),
+    (dict(LLG, kv_head_pattern='1,3,1'), ['n_head=4', 'multiple of 3']),
+    (dict(LLG, kv_head_pattern='0,0,2', kv_latent=32, rope_fraction_global=0.0),
+     ['kv_latent=32', "'0,0,2'"]),
 ])
 def test_bad_settings_raise_and_name_the_values(settings_, named):
     with pytest.raises(ValueError) as caught:
@@ -118,6 +132,19 @@ def test_bad_settings_raise_and_name_the_values(settings_, named):
 def test_warnings_of_weak_long_term_memory(settings_, words):
     with pytest.warns(UserWarning, match=words):
         plan(**settings_)
+
+
+def test_layers_that_differ():
+    p = plan(**dict(LLG, n_layer=5, window_pattern='2,7,0', kv_head_pattern='1,0,2', n_kv_head=4))
+    assert [(x.kind, x.window) for x in p.layers] == [
+        ('local', 2), ('local', 7), ('global', 0), ('local', 2), ('local', 7)]
+    assert [slot.n_kv_head for slot in p.slots] == [1, 4, 2, 1, 4]
+    # 2 * Hkv * D * 4 bytes at each position
+    assert p.nbytes(1, 10, 'float32') == 64 * (2 * 1 * 2 + 2 * 4 * 7 + 2 * 10)
+    assert (p.local_reach, p.windows, p.heads_of_kv) == (2 * 1 + 2 * 6, '2 to 7', '1 to 4')
+    same = plan(**dict(LLG, window_pattern='3, 3, 0', kv_head_pattern='2,2,2', n_kv_head=0))
+    assert same == plan(**dict(LLG, window_size=3, n_kv_head=2))
+    assert (same.windows, same.heads_of_kv) == ('3', '2') and plan().windows == ''
 
 
 # -- bytes -----------------------------------------------------------------------------------------
