@@ -52,12 +52,11 @@ def test_another_model_since_the_last_message(markup_server, visit):
 
 def test_how_a_reply_ends(markup_server, visit, slow_steps):
     page, note = visit(markup_server()), lambda: page.locator('.note').last
-    expect(page.locator('#memory')).to_contain_text('0 B in use by 0 of 3 rows')
+    expect(page.locator('#numbers')).to_contain_text('Pool')
     start(page, 'ab1', tokens=40)
-    expect(page.locator('#memory')).to_contain_text('B in use by 1 of 3 rows')
+    expect(page.locator('#numbers')).to_contain_text('1 of 3 rows')
     expect(page.locator('#send')).to_be_enabled()
     expect(note()).to_contain_text('it reached the limit of tokens')
-    expect(page.locator('#memory')).to_contain_text('0 B in use by 0 of 3 rows')
     start(page, 'b', tokens=20)
     page.locator('#stop').click()
     expect(note()).to_have_text('Stopped by you.')
