@@ -31,8 +31,9 @@ from training.checkpoint_manager import CheckpointManager
 from training.load_model import model_of
 
 # the settings that a conversion may change
-MEMORY = ('n_kv_head', 'kv_head_pattern', 'layer_pattern', 'window_size', 'window_pattern', 'kv_share', 'share_global_kv', 'rope_theta',
-          'rope_theta_global', 'rope_fraction_global', 'kv_quant_train')
+MEMORY = ('n_kv_head', 'kv_head_pattern', 'layer_pattern', 'window_size', 'window_pattern',
+          'kv_share', 'share_global_kv', 'rope_theta', 'rope_theta_global', 'rope_fraction_global',
+          'kv_quant_train')
 
 
 def convert_weights(weights: dict, old: GPTConfig, new: GPTConfig) -> dict:

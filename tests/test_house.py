@@ -18,23 +18,23 @@ from lab.ablation.results import CORE
 
 ROOT = Path(__file__).resolve().parents[1]
 # Lines of the core are not limited, since a limit on lines makes lines dense.
-CORE_TOKENS = 15_500
+CORE_TOKENS = 15_610
 
 # The largest number of lines of Python in each room. A change that makes a room smaller lowers its
 # number. These are the sizes of today; the aim is 24,000 lines without tests, 22,500 of tests.
 BUDGETS = {
     'train.py sample.py chat.py serve.py ablate.py bench.py': 1_026,
-    'lab/': 6_499,
+    'lab/': 6_489,
     'serving/': 1_472,
-    'interop/': 1_809,
+    'interop/': 1_812,
     'training/': 4_277,
     'extension/': 91,
-    'engine/': 5_113,
+    'engine/': 5_142,
     'attention/kernels/': 818,
     'kv/': 1_282,  # without the core
     'data/': 2_608,
-    'config/ configurator.py': 1_983,
-    'tests/': 27_503,
+    'config/ configurator.py': 2_040,
+    'tests/': 26_404,
 }
 house = pytest.mark.house
 

@@ -12,8 +12,8 @@ from training.checkpoint import restoring
 
 # nanoGPT always keeps the checkpoint's values of these, whatever a config file says
 NANOGPT_KEPT = ('n_layer', 'n_head', 'n_embd', 'bias')
-FREE = ('dropout', 'window_size', 'window_pattern', 'layer_pattern', 'rope_theta', 'rope_theta_global', 'gelu',
-        'kv_quant_train', 'rope_fraction_global', 'act_clamp')
+FREE = ('dropout', 'window_size', 'window_pattern', 'layer_pattern', 'rope_theta',
+        'rope_theta_global', 'gelu', 'kv_quant_train', 'rope_fraction_global', 'act_clamp')
 CONVERTED = ('n_kv_head', 'kv_head_pattern', 'kv_share', 'share_global_kv')
 POOLED = 'convert the checkpoint (python -m interop.convert pools its K/V projections) '
 WPE = 'transformer.wpe.weight'

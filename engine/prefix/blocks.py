@@ -171,9 +171,9 @@ class HostCopies:
 
 class BlockCopier:
     """Copies blocks of `size` positions (a page) out of a `PagedKVCache` and back into it.
-    window: W of the local slots, 0 if there are none, or several: then rings are part of the states,
-    and a row resumes only where it ended once. state_nbytes: size of the buffer that `state`
-    returns; 0 = rows have no states."""
+    window: W of the local slots; 0 if there are none, or if windows differ: then rings are part of
+    the states, and a row resumes only where one was saved. state_nbytes: size of the buffer that
+    `state` returns; 0 = rows have no states."""
 
     def __init__(self, cache: PagedKVCache):
         self.cache, self.size, self.copies = cache, cache.table.page_size, HostCopies(cache.device)

@@ -123,7 +123,8 @@ class Reference:
 
     def attention(self, x, i, held):
         B, T, _ = x.shape
-        D, n_q, c, prefix = self.head_dim, self.config.n_head, self.config, f'transformer.h.{i}.attn.'
+        c, prefix = self.config, f'transformer.h.{i}.attn.'
+        D, n_q = self.head_dim, c.n_head
         n_kv = of_layer(c, i, 'kv_head_pattern', 0) or self.n_kv_head
         local = is_local(c, i)
         latent = c.kv_latent * (not local)
