@@ -77,6 +77,8 @@ class GPTConfig:
             if choices and value not in choices:
                 raise UserError(f'{f.name}={shown(value)}: allowed are '
                                 f'{", ".join(map(repr, choices))}')
+        for name in ('window_pattern', 'kv_head_pattern'):
+            setattr(self, name, getattr(self, name).replace(' ', ''))
         at_least(self, block_size=1, vocab_size=1, n_layer=1, n_head=1, n_embd=1, n_kv_head=0,
                  head_dim=0, window_size=0, mlp_hidden=0, rope_theta_global=0, kv_latent=0,
                  act_clamp=0, rope_fraction_global=0)
@@ -130,7 +132,7 @@ class GPTConfig:
             self._refuse('n_head', self.n_head % n, f'must be a multiple of {n}, which '
                          f'kv_head_pattern={self.kv_head_pattern!r} has')
         letters = self.kv_share or range(len(pattern))
-        slots = ['G' if kind == 'G' and self.share_global_kv else letter
+        slots = [None if kind == 'G' and self.share_global_kv else letter
                  for kind, letter in zip(pattern, letters)]
         for name, numbers in (('window_pattern', windows), ('kv_head_pattern', heads)):
             of_slot = {}
@@ -141,12 +143,12 @@ class GPTConfig:
     def _numbers(self, name) -> list[int]:
         """The numbers of a pattern, as many as layer_pattern has letters."""
         found = getattr(self, name).split(',')
-        wrong = next((each for each in found if not each.strip().isdecimal()), None)
-        self._refuse(name, wrong is not None, f'{wrong!r} is no number')
+        wrong = next((each for each in found if not each.isdecimal() or len(each) > 10), None)
+        self._refuse(name, wrong is not None, f'{wrong!r} is no number, or too large')
         self._refuse(name, len(found) != len(self.layer_pattern),
                      f'has {len(found)} numbers for the {len(self.layer_pattern)} layers of '
                      f'layer_pattern={self.layer_pattern!r}')
-        self._refuse(name, max(map(int, found)) > MAX_NUMBER, f'allowed are {MAX_NUMBER:,}')
+        self._refuse(name, max(map(int, found)) > MAX_NUMBER, f'allowed are up to {MAX_NUMBER:,}')
         return [int(each) for each in found]
 
     def _check_mechanisms(self):

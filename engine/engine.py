@@ -103,7 +103,8 @@ class Engine:
                             ', for a prefix_folder too' * bool(folder))
         disk = None
         if folder:
-            model = fingerprint(self.model, self.cache.kv_dtype, self.cache.table.page_size)
+            model = fingerprint(self.model, self.cache.kv_dtype, self.cache.table.page_size,
+                                self.cache.max_seq_len)
             disk = DiskTier(folder, model, disk_budget)
         return PrefixStore(self.cache, budget, disk=disk) if budget else None
 

@@ -25,7 +25,7 @@ from config.gpt_config import GPTConfig, model_args
 from config.schema import MODEL
 from kv.plan import plan_kv
 from model import GPT
-from training.adapt import check_forms, keep_trained
+from training.adapt import check_forms, check_patterns, keep_trained
 from training.checkpoint import config_of, load_checkpoint, load_weights
 from training.checkpoint_manager import CheckpointManager
 from training.load_model import model_of
@@ -51,8 +51,8 @@ def convert_weights(weights: dict, old: GPTConfig, new: GPTConfig) -> dict:
             if name in weights and was.owns:
                 q, *kv = weights[name].split([q_rows, *own])
                 # (heads * D, ...) -> (new heads * D, ...): the mean over each group of heads
-                pooled = [x.unflatten(0, groups).mean(1).flatten(0, 1) for x in kv]
-                out[name] = torch.cat([q, *pooled]) if now.owns else q
+                pooled = [x.unflatten(0, groups).mean(1).flatten(0, 1) for x in kv if now.owns]
+                out[name] = torch.cat([q, *pooled])
         if not now.owns:
             out.pop(prefix + 'k_norm.weight', None)
     return out
@@ -66,6 +66,7 @@ def check_conversion(old: GPTConfig, new: GPTConfig) -> None:
         if f.name not in MEMORY and f.name != 'dropout' and was != now:
             raise UserError(f'{f.name}={now!r}, but the weights have {f.name}={was!r}: a '
                             f'conversion can change {", ".join(MEMORY)}')
+    check_patterns(new, [name for name in MEMORY if getattr(old, name) != getattr(new, name)])
     before, after = plan_kv(old), plan_kv(new)
     check_forms(before, after)
     for was, now in zip(before.layers, after.layers):
@@ -76,8 +77,8 @@ def check_conversion(old: GPTConfig, new: GPTConfig) -> None:
         had, has = (plan.slots[layer.slot].n_kv_head for plan, layer in
                     ((before, was), (after, now)))
         if now.owns and had % has:
-            raise UserError(f'n_kv_head={has}: the {had} K/V heads of the weights cannot be pooled '
-                            'evenly into that number')
+            raise UserError(f'n_kv_head={has}: the {had} K/V heads of layer {now.index} cannot be '
+                            'pooled evenly into that number')
 
 
 def convert_checkpoint(source: Path, changes: dict) -> dict:

@@ -102,7 +102,7 @@ class KVPlan:
     @property
     def heads_of_kv(self) -> str:
         """The K/V heads of a layer, in words: '2', or '1 to 4' if layers differ."""
-        return span({slot.n_kv_head for slot in self.slots if not slot.latent} or {self.n_kv_head})
+        return span({self.n_kv_head, *(s.n_kv_head for s in self.slots if not s.latent)})
 
     @property
     def windows(self) -> str:
@@ -161,8 +161,9 @@ def plan_kv(config: GPTConfig) -> KVPlan:
         layers.append(Layer(i, kind, windows[place], slot, owns))
     slots = tuple(_slot(config, index, [layers[i] for i in of_slot])
                   for index, of_slot in enumerate(members))
-    plan = KVPlan(tuple(layers), slots, config.n_head, max(config.kv_heads),
-                  config.resolved_head_dim)
+    n_kv_head = max((slot.n_kv_head for slot in slots if not slot.latent),
+                    default=config.n_kv_head or config.n_head)
+    plan = KVPlan(tuple(layers), slots, config.n_head, n_kv_head, config.resolved_head_dim)
     _warn(plan, config)
     return plan
 

@@ -18,7 +18,7 @@ from lab.ablation.results import CORE
 
 ROOT = Path(__file__).resolve().parents[1]
 # Lines of the core are not limited, since a limit on lines makes lines dense.
-CORE_TOKENS = 15_610
+CORE_TOKENS = 15_630
 
 # The largest number of lines of Python in each room. A change that makes a room smaller lowers its
 # number. These are the sizes of today; the aim is 24,000 lines without tests, 22,500 of tests.
@@ -26,15 +26,15 @@ BUDGETS = {
     'train.py sample.py chat.py serve.py ablate.py bench.py': 1_026,
     'lab/': 6_489,
     'serving/': 1_472,
-    'interop/': 1_812,
-    'training/': 4_277,
+    'interop/': 1_813,
+    'training/': 4_297,
     'extension/': 91,
-    'engine/': 5_142,
+    'engine/': 5_147,
     'attention/kernels/': 818,
     'kv/': 1_282,  # without the core
     'data/': 2_608,
-    'config/ configurator.py': 2_040,
-    'tests/': 26_404,
+    'config/ configurator.py': 2_042,
+    'tests/': 26_441,
 }
 house = pytest.mark.house
 

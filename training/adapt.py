@@ -77,6 +77,7 @@ def adapted_config(old: GPTConfig, wanted: dict, asked) -> GPTConfig:
     if problems:
         raise UserError('; '.join(problems))
     new = dataclasses.replace(old, **changes)
+    check_patterns(new, changes)
     before, after = plan_kv(old), plan_kv(new)
     for old_layer, new_layer in zip(before.layers, after.layers):
         was, now = before.slots[old_layer.slot].owner, after.slots[new_layer.slot].owner
@@ -87,6 +88,14 @@ def adapted_config(old: GPTConfig, wanted: dict, asked) -> GPTConfig:
                             f'kv_share={old.kv_share!r}): give a pattern that shares alike')
     check_forms(before, after)
     return new
+
+
+def check_patterns(new: GPTConfig, changes) -> None:
+    """Raise UserError if a number is changed in whose place the weights have a pattern."""
+    for name, pattern in (('window_size', 'window_pattern'), ('n_kv_head', 'kv_head_pattern')):
+        if name in changes and pattern not in changes and getattr(new, pattern):
+            raise UserError(f'{name}={getattr(new, name)}: the weights have {pattern}='
+                            f'{getattr(new, pattern)!r} in its place; give {pattern}, too')
 
 
 def check_forms(before: KVPlan, after: KVPlan) -> None:

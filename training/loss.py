@@ -80,7 +80,7 @@ class _Chunked(torch.autograd.Function):
             grad_x, grad_w = torch.empty_like(x, dtype=full), torch.zeros_like(weight, dtype=full)
         # the same memory for all chunks, because the system clears new memory
         in_place = gradients is not softmax_gradients and not torch.compiler.is_compiling()
-        memory = x.new_empty(rows, len(w), dtype=dtype) if in_place else None
+        memory = x.new_empty(min(rows, len(x)), len(w), dtype=dtype) if in_place else None
         for first in range(0, x.size(0), rows):
             chunk = slice(first, first + rows)
             xc = x[chunk].to(dtype)

@@ -22,15 +22,20 @@ import torch
 from config.errors import UserError
 from config.files import is_ours, make_private, owner_only, private_folder
 from kv.parts import parts_of
+from kv.plan import LOCAL
 
 VERSION = 4
 ABANDONED = 3600.0  # age in seconds at which temporary files are deleted
 FINGERPRINT, FILE = re.compile('[0-9a-f]{32}'), re.compile(r'[0-9a-f]*\.safetensors')
 
 
-def fingerprint(model, kv_dtype: str, page_size: int) -> str:
+def fingerprint(model, kv_dtype: str, page_size: int, max_seq_len: int = 0) -> str:
     """64 hex digits that identify model, plan, dtype and page size. Reads all weights."""
-    digest = hashlib.sha256(repr((VERSION, model.plan, model.config, kv_dtype, page_size)).encode())
+    known = VERSION, model.plan, model.config, kv_dtype, page_size
+    rings = [slot for slot in model.plan.slots if slot.kind == LOCAL]
+    if len({slot.window for slot in rings}) > 1:  # whole rings are stored
+        known += tuple(slot.capacity(max_seq_len) for slot in rings)
+    digest = hashlib.sha256(repr(known).encode())
     for name, x in sorted(model.state_dict().items()):
         for part in parts_of(x):
             part = part.detach().cpu().contiguous()

@@ -28,7 +28,7 @@ NARROW = 60            # columns: below, labels leave out the number of position
 TEXT_LINES = 3         # the sample gets at least so many
 INTERVAL = 0.05        # seconds between frames, at least
 SHARE = 0.1            # of the time may be spent on drawing
-SOON = 8               # tokens after the prompt, the next event is told
+SOON = 8               # tokens after the prompt until the next event is told
 LONGEST = 80           # characters of a caption
 
 
@@ -108,17 +108,16 @@ def frame(plan: KVPlan, max_seq_len: int, kv_dtype: str, length: int, n_prompt: 
 
 def caption(plan: KVPlan, max_seq_len: int, length: int, n_prompt: int) -> str:
     """Return a sentence about what happened last, as the page of serve.py has them."""
-    events = {n_prompt: f'The {n_prompt:,} tokens of the prompt were read at once, and are stored.'}
+    events = {n_prompt: 'The prompt was read at once. Its keys and values are stored.'}
     shared = next((slot for slot in plan.slots if len(slot.layers) > 1), None)
     if shared:
         events[n_prompt + SOON] = (f'Layer {shared.layers[-1]} reads what layer {shared.owner} '
                                    'stored. It stores nothing itself.')
-    rings = [slot for slot in plan.slots if slot.kind == LOCAL]
-    capacity = rings[0].capacity(max_seq_len) if rings else max_seq_len
-    if capacity < max_seq_len:
-        where = 'slot ' + ', '.join(str(slot.index) for slot in rings)
-        where = where if len(rings) < 9 else 'each ring'
-        full = capacity if capacity > n_prompt else n_prompt + 2 * SOON
+    rings = [slot for slot in plan.slots if slot.capacity(max_seq_len) < max_seq_len]
+    for window in sorted({slot.window for slot in rings}):
+        which = [str(slot.index) for slot in rings if slot.window == window]
+        where = f'{len(which)} slots' if len(which) > 5 else f"slot {', '.join(which)}"
+        full = window if window > n_prompt else n_prompt + 2 * SOON
         events[full] = f'Ring full: each new token overwrites the oldest one in {where}.'
     return events[max(n for n in events if n <= length)] if length >= n_prompt else ''
 

@@ -17,7 +17,7 @@ from engine.prefix.disk import DiskTier, fingerprint
 from engine.weights.quantize import quantize_weights
 from model import GPTConfig
 from tests.engine.test_prefix_store import World
-from tests.helpers.models import random_model
+from tests.helpers.models import FULL_STACK, random_model
 from tests.helpers.serving import KINDS, TOKENIZER, alone, assert_same, budget_for, model_of, prompt
 
 PARAMS = SamplingParams(6, seed=3)
@@ -116,6 +116,11 @@ def test_what_a_fingerprint_tells_apart():
     quantize_weights(model.float(), 'int8')
     marks.append(fingerprint(model, 'float64', 4))
     assert len(set(marks)) == 5 and marks[4] == fingerprint(model, 'float64', 4)
+    assert marks[4] == fingerprint(model, 'float64', 4, 20)  # rings of one window hold their part
+    differ = random_model(GPTConfig(**FULL_STACK | dict(
+        layer_pattern='LLG', kv_share='', window_pattern='3,50,0')), torch.float32)
+    marks = [fingerprint(differ, 'float32', 4, n) for n in (40, 60, 80)]
+    assert marks[0] != marks[1] and marks[1] == marks[2]
 
 
 def test_the_budget_is_for_the_files_of_all_models(tmp_path):

@@ -78,11 +78,17 @@ def test_heads_of_some_layers_become_their_mean():
         p, x = was.attn.c_attn.weight, now.attn.c_attn.weight
         own = p[32:].unflatten(0, (2, n, 4 // n, 8)).mean(2).flatten(0, 2)
         torch.testing.assert_close(x, torch.cat([p[:32], own]))
+    fewer = converted(model_of(dataclasses.replace(new.config, layer_pattern='GGG',
+                                                   window_pattern='', kv_head_pattern='4,1,1')),
+                      kv_share='AAB', kv_head_pattern='4,4,1')  # layer 1 reads more than it had
+    assert [(slot.owner, slot.n_kv_head) for slot in fewer.plan.slots[:2]] == [(0, 4), (2, 1)]
 
 
 @pytest.mark.parametrize('old, new, named', [
     ({'layer_pattern': 'LG', 'window_size': 4, 'kv_head_pattern': '2,4'},
      {'kv_head_pattern': '4,4'}, 'n_kv_head=4: the 2 K/V heads'),
+    ({'layer_pattern': 'LG', 'window_size': 4, 'kv_head_pattern': '2,4'}, {'n_kv_head': 1},
+     "n_kv_head=1: the weights have kv_head_pattern='2,4'"),
     ({}, {'attn_sink': True}, 'attn_sink=True'), ({}, {'kv_tied': 'all'}, "kv_tied='all'"),
     ({}, {'key_offset': True}, 'key_offset=True'),
     (LATENT, {'kv_latent': 8}, 'kv_latent=8, but the weights have kv_latent=16'),

@@ -108,7 +108,8 @@ LLG = dict(ROPE, layer_pattern='LLG')
     (dict(LLG, window_pattern='4,-1,0'), ["'-1'"]), (dict(LLG, window_pattern=','), ["''"]),
     (dict(LLG, window_pattern='4,4,4'), ["4 for a layer 'G'"]),
     (dict(LLG, window_pattern='4,0,0'), ["0 for a layer 'L'"]),
-    (dict(LLG, window_pattern='4,99999999999,0'), ['2,147,483,647']),
+    (dict(LLG, window_pattern='4,9999999999,0'), ['2,147,483,647']),
+    (dict(LLG, window_pattern=f'4,{10 ** 11},0'), ['too large']),
     (dict(LLG, window_pattern='4,5,0', kv_share='AAB'), ["'4,5,0'", '4 and 5', 'share']),
     (dict(LLG, kv_head_pattern='1,2,4', kv_share='AAB'), ["'1,2,4'", '1 and 2', 'share']),
     (dict(LLG, layer_pattern='GLG', window_size=4, kv_head_pattern='1,1,2', share_global_kv=True),
@@ -142,6 +143,10 @@ def test_layers_that_differ():
     # 2 * Hkv * D * 4 bytes at each position
     assert p.nbytes(1, 10, 'float32') == 64 * (2 * 1 * 2 + 2 * 4 * 7 + 2 * 10)
     assert (p.local_reach, p.windows, p.heads_of_kv) == (2 * 1 + 2 * 6, '2 to 7', '1 to 4')
+    assert plan(**dict(LLG, kv_share='GGA', share_global_kv=True)).slots[0].layers == (0, 1)
+    few = plan(n_layer=6, n_head=4, layer_pattern='LLLLLLLG', window_size=2,
+               kv_head_pattern='1,1,1,1,1,1,1,4')
+    assert (few.n_kv_head, few.heads_of_kv) == (1, '1')
     same = plan(**dict(LLG, window_pattern='3, 3, 0', kv_head_pattern='2,2,2', n_kv_head=0))
     assert same == plan(**dict(LLG, window_size=3, n_kv_head=2))
     assert (same.windows, same.heads_of_kv) == ('3', '2') and plan().windows == ''

@@ -91,6 +91,8 @@ TO_LOCAL = dict(layer_pattern='LLLG'), 'layer 2 would be local, but was trained 
         rope_theta_global=3.0, share_global_kv=True, attn_sink=True, key_offset=True,
         kv_tied='global', kv_latent=4, rope_fraction_global=0.5).items()),
     ({}, dict(layer_pattern='L'), 'window_size=0'),
+    (dict(ROPE, layer_pattern='LG', window_pattern='3,0'), dict(window_size=5),
+     "window_size=5: the weights have window_pattern='3,0' in its place; give window_pattern"),
     (ROPE, dict(pos_embedding='learned'), "pos_embedding='learned'"),
     (dict(ROPE, layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True),
      dict(layer_pattern='GGGGGL'), "'GGGGGL'.*layer 2"),

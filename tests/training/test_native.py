@@ -225,7 +225,8 @@ def test_sums_of_bfloat16_are_added_in_float32():
 
 
 def test_an_embedding_shares_the_gradient_of_its_own_loss_only():
-    """Each pass of several, a loss of something else, a weight that is not tied."""
+    """Passes one after the other or summed, two losses of one pass, other uses of the weight, a
+    loss of something else, a weight that is not tied."""
     def gradient(uses, fast):
         torch.manual_seed(0)
         embedding, other = torch.nn.Embedding(9, 4), torch.nn.Parameter(torch.randn(9, 4))
@@ -233,12 +234,21 @@ def test_an_embedding_shares_the_gradient_of_its_own_loss_only():
         if fast:
             embedding.__class__ = native.Embedding
             loss_of = functools.partial(native.linear_cross_entropy, embedding)
+        total = 0
         for use in uses:
             idx, targets = torch.randint(9, (2, 3)), torch.randint(9, (6,))
             x = embedding(idx).flatten(0, 1).sin()
             weight = other if use == 'other' else embedding.weight
             if use == 'forward only':
                 loss_of(x, weight, targets)
+            elif use == 'summed':
+                total += loss_of(x, weight, targets)
+            elif use == 'two losses':
+                total += loss_of(x, weight, targets) + loss_of(2 * x, weight, targets.flip(0))
+            elif use == 'penalty':
+                total += loss_of(x, weight, targets) + weight.square().mean()
+            elif use == 'detached':
+                loss_of(x.detach(), weight, targets).backward()
             elif use == 'no loss':
                 x.sum().backward()
             elif use == 'of inputs':
@@ -246,8 +256,12 @@ def test_an_embedding_shares_the_gradient_of_its_own_loss_only():
                 x.sum().backward()
             else:
                 loss_of(x, weight, targets).backward()
+        if uses[-1] in ('summed', 'two losses', 'penalty'):
+            total.backward()
         return embedding.weight.grad
-    for uses in (['tied'], ['tied', 'tied'], ['no loss', 'tied'], ['forward only', 'no loss'],
+    for uses in (['summed'] * 3, ['two losses', 'summed'], ['penalty'], ['penalty', 'summed'],
+                 ['detached', 'tied'], ['tied', 'detached'],
+                 ['tied'], ['tied', 'tied'], ['no loss', 'tied'], ['forward only', 'no loss'],
                  ['other', 'tied'], ['of inputs', 'tied'], ['tied', 'forward only', 'other']):
         torch.testing.assert_close(gradient(uses, True), gradient(uses, False), msg=str(uses))
 

@@ -8,6 +8,7 @@ given anything else.
 """
 import ctypes
 import functools
+import weakref
 from pathlib import Path
 
 import torch
@@ -288,51 +289,61 @@ def softmax_gradients(logits, targets, ignore_index: int, differentiated: bool):
 
 def linear_cross_entropy(embedding, x, weight, targets):
     """Like `training.loss.linear_cross_entropy`, with the weight of an `Embedding`."""
-    if weight is embedding.weight:
-        weight = _Announced.apply(weight, embedding.gradients)
+    this = embedding.latest and embedding.latest()
+    if this and x.requires_grad and weight is embedding.weight:
+        weight = _Kept.apply(weight, this)
     return loss.linear_cross_entropy(x, weight, targets, gradients=softmax_gradients,
                                      add=add_in_place)
 
 
 class Embedding(nn.Embedding):
-    """An embedding whose weight is the output layer's too: its gradient goes into those rows of the
-    loss's gradient that it concerns, in place, without a tensor of all words for itself."""
+    """An embedding whose weight is the output layer's too. The loss's gradient of the weight is kept
+    until the embedding's backward pass, which adds its own to the rows that it concerns, in place,
+    without a tensor of all words for itself."""
+    latest = None  # a weak reference to the last forward pass, which lives as long as its graph
 
     def forward(self, idx):
-        self.gradients = []  # the loss's, between the two backward passes
-        return _Embed.apply(idx, self.weight, self.gradients)
+        this = Pass()
+        self.latest = weakref.ref(this)
+        return _Embed.apply(idx, self.weight, this)
 
 
-class _Announced(torch.autograd.Function):
+class Pass:
+    """A forward pass of an embedding. kept: the loss's gradient, between two backward passes."""
+    kept = None
+
+
+class _Kept(torch.autograd.Function):
 
     @staticmethod
-    def forward(ctx, weight, gradients):
-        ctx.gradients = gradients
+    def forward(ctx, weight, this):
+        ctx.this = this
         return weight.view_as(weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dweight):
-        ctx.gradients.append(dweight)
-        return dweight, None
+        before = ctx.this.kept  # of another loss of the same pass
+        ctx.this.kept = dweight if before is None else before + dweight
+        return None, None
 
 
 class _Embed(torch.autograd.Function):
 
     @staticmethod
-    def forward(ctx, idx, weight, gradients):
+    def forward(ctx, idx, weight, this):
         ctx.save_for_backward(idx)
-        ctx.gradients, ctx.shape = gradients, weight.shape
+        ctx.this, ctx.shape = this, weight.shape
         return F.embedding(idx, weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         idx, = ctx.saved_tensors
-        known = bool(ctx.gradients)
-        total = ctx.gradients.pop() if known else dy.new_zeros(ctx.shape)
+        total, ctx.this.kept = ctx.this.kept, None
+        total = dy.new_zeros(ctx.shape) if total is None else total
         total.index_add_(0, idx.flatten(), dy.flatten(0, -2).to(total.dtype))
-        return None, None if known else total, None
+        return None, total, None
 
 
 def add_in_place(total, part):
