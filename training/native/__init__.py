@@ -297,9 +297,9 @@ def linear_cross_entropy(embedding, x, weight, targets):
 
 
 class Embedding(nn.Embedding):
-    """An embedding whose weight is the output layer's too. The loss's gradient of the weight is kept
-    until the embedding's backward pass, which adds its own to the rows that it concerns, in place,
-    without a tensor of all words for itself."""
+    """An embedding whose weight is the output layer's too. The loss's gradient is kept until the
+    embedding's backward pass, which adds its own to the rows that it concerns, in place, without a
+    tensor of all words for itself."""
     latest = None  # a weak reference to the last forward pass, which lives as long as its graph
 
     def forward(self, idx):
