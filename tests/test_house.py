@@ -34,7 +34,7 @@ BUDGETS = {
     'kv/': 1_282,  # without the core
     'data/': 2_608,
     'config/ configurator.py': 2_042,
-    'tests/': 26_441,
+    'tests/': 26_448,
 }
 house = pytest.mark.house
 

@@ -107,6 +107,13 @@ def test_predicted_is_measured_with_the_extension(policy, dtype):
     assert measured.activations <= plain.activations
 
 
+@pytest.mark.skipif(native.library() is None, reason='it needs a C++ compiler')
+def test_few_tokens_do_not_take_the_memory_of_a_chunk(monkeypatch):
+    monkeypatch.setitem(training.loss.CHUNK_BYTES, 'cpu', 32 * 2 ** 20)
+    measured = measured_with(GPT(GPTConfig(**SHAPES['full'])), 'none', in_cpp=True)
+    assert measured.loss_peak < 3 * (4 * B * T * V)
+
+
 @pytest.mark.parametrize('policy', ['none', 'block'])
 @pytest.mark.parametrize('settings', [dict(attention_z_loss=0.1), dict(int8_forward=True)], ids=str)
 def test_a_plan_counts_what_training_adds(settings, policy):
