@@ -29,12 +29,12 @@ BUDGETS = {
     'interop/': 1_813,
     'training/': 4_297,
     'extension/': 91,
-    'engine/': 5_147,
+    'engine/': 5_149,
     'attention/kernels/': 818,
     'kv/': 1_282,  # without the core
     'data/': 2_608,
     'config/ configurator.py': 2_042,
-    'tests/': 26_448,
+    'tests/': 26_454,
 }
 house = pytest.mark.house
 

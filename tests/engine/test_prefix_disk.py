@@ -15,7 +15,7 @@ from engine.engine import Engine
 from engine.requests.params import SamplingParams
 from engine.prefix.disk import DiskTier, fingerprint
 from engine.weights.quantize import quantize_weights
-from model import GPTConfig
+from model import GPT, GPTConfig
 from tests.engine.test_prefix_store import World
 from tests.helpers.models import FULL_STACK, random_model
 from tests.helpers.serving import KINDS, TOKENIZER, alone, assert_same, budget_for, model_of, prompt
@@ -121,6 +121,12 @@ def test_what_a_fingerprint_tells_apart():
         layer_pattern='LLG', kv_share='', window_pattern='3,50,0')), torch.float32)
     marks = [fingerprint(differ, 'float32', 4, n) for n in (40, 60, 80)]
     assert marks[0] != marks[1] and marks[1] == marks[2]
+    old = GPT(GPTConfig(block_size=8, vocab_size=5, n_layer=2, n_head=2, n_embd=4,
+                        layer_pattern='LG', window_size=3))
+    for p in old.parameters():
+        p.data.zero_()
+    # as commit 1920085 has it, whose config had two fields less
+    assert fingerprint(old, 'float32', 4).startswith('5d9308c8696783f7e514f33debad287b')
 
 
 def test_the_budget_is_for_the_files_of_all_models(tmp_path):
