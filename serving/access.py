@@ -75,21 +75,16 @@ class AccessMiddleware:
             return ApiError(403, f'the Host header does not name this server, which is {address} '
                                  'here: use that, or start the server with an API key')
         scheme, _, key = headers.get(b'authorization', b'').partition(b' ')
-        key = key.strip()
+        key = key.strip() if scheme.lower() == b'bearer' else b''
         # compared with every key, so that the time does not depend on which one matches
-        matches = sum(hmac.compare_digest(key, known) for known in self.keys)
-        is_bearer = scheme.lower() == b'bearer'
-        if is_bearer and matches:
+        if sum(hmac.compare_digest(key, known) for known in self.keys):
             digest = hashlib.sha256(key).digest()
             scope['nanokv_client'] = digest.hex()
             scope['nanokv_salt'] = b'' if self.shared_prefix else digest
-        if is_bearer and matches or scope['path'] in OPEN:
-            return None
-        message = 'a key is needed: Authorization: Bearer KEY'
-        if is_bearer and key:
-            message = 'the key is not valid'
-        return ApiError(401, message, code='invalid_api_key',
-                        headers={'WWW-Authenticate': 'Bearer'})
+        elif scope['path'] not in OPEN:
+            return ApiError(401, 'the key is not valid' if key else 'a key is needed',
+                            code='invalid_api_key', headers={'WWW-Authenticate': 'Bearer'})
+        return None
 
 
 def names_this_machine(host: str, address: str) -> bool:
@@ -121,24 +116,23 @@ def _ip(name: str):
 def log_line(scope, status, start) -> str:
     """Return a line of the request log, in printable ASCII so that clients cannot forge lines. Of a
     refused request it says only the kind of the error, since messages quote requests."""
-    generation, parts, reasons = scope.get('generation'), [], {}
-    error = scope['error'] or (generation and generation.error)
-    if not error and status != 499 and generation and generation.reply.complete:
-        usage = generation.reply.usage()
+    error, generation, parts = scope['error'], scope.get('generation'), []
+    reply = generation and generation.reply
+    if reply and reply.complete:
+        usage = reply.usage()
         cached = usage['prompt_tokens_details']['cached_tokens']
         parts = [f"{usage['prompt_tokens']} prompt tokens ({cached} cached)",
                  f"{usage['completion_tokens']} completion tokens"]
-        reasons = dict.fromkeys(c.finish_reason for c in generation.reply.completions)
-    elif not error and (status == 499 or generation):
-        parts = ['client left']
     if generation and generation.first_event:
         parts.append(f'TTFT {generation.first_event - start:.3f} s')
-    parts += [f'{time.perf_counter() - start:.3f} s', *reasons]
+    parts.append(f'{time.perf_counter() - start:.3f} s')
     if error:
         parts.append(error.code or error.kind if error.status < 500 else str(error))
+    elif status == 499 or generation and not (reply and reply.complete):
+        parts.append('client left')
+    elif generation:
+        parts += dict.fromkeys(completion.finish_reason for completion in reply.completions)
     address = scope['client'][0] if scope['client'] else '-'
-    asked = f"{scope['method']} {scope['path']}"
-    asked = asked if len(asked) <= MAX_LOGGED else f'{asked[:MAX_LOGGED]}...'
+    asked = f"{scope['method']} {scope['path']}"[:MAX_LOGGED]
     line = f"{address} {asked} {status}: {', '.join(parts)}"
-    line = ''.join(c if ' ' <= c <= '~' else c.encode('unicode_escape').decode() for c in line)
-    return time.strftime('%Y-%m-%d %H:%M:%S ') + line
+    return time.strftime('%Y-%m-%d %H:%M:%S ') + line.encode('unicode_escape').decode()

@@ -13,7 +13,7 @@ from serving.errors import ApiError
 MAX_CHOICES = 128  # per request, as in OpenAI's API
 MAX_ENTRIES = 250_000  # log-probabilities of a request, about 300 bytes each
 
-# field -> field of SamplingParams, which checks its range
+# field -> field of SamplingParams, which checks its range; of two for one, the last counts
 SAMPLING = {name: name for name in ('temperature', 'top_p', 'top_k', 'min_p', 'repetition_penalty',
                                     'seed', 'stop', 'ignore_eos')}
 SAMPLING |= {'max_tokens': 'max_new_tokens', 'max_completion_tokens': 'max_new_tokens',
@@ -66,17 +66,12 @@ class Service:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A parsed request. Choice c completes prompt c // n with params[c]."""
-    prompts: list[list[int]]
-    params: list[SamplingParams]
+    """A parsed request. choices: (prompt, params) of each, n for every prompt."""
+    choices: list[tuple[list[int], SamplingParams]]
     n: int
     stream: bool = False
     include_usage: bool = False
     token_ids: bool = False  # in the reply
-
-    @property
-    def choices(self) -> list[tuple[list[int], SamplingParams]]:
-        return [(self.prompts[c // self.n], params) for c, params in enumerate(self.params)]
 
 
 def parse_completion(document: dict, service: Service) -> GenerationRequest:
@@ -108,14 +103,13 @@ def _fields(document, table, unsupported, service) -> dict:
     """Return the checked fields of a document that are `present`."""
     if not isinstance(document, dict):
         raise _invalid(f'the body is {shown(document)}: must be a JSON object')
-    known, given = SAMPLING | table, present(document)
-    fields = {}
-    for name, value in given.items():
+    known, fields = SAMPLING | table, {}
+    for name, value in present(document).items():
         if name in known:
             fields[name] = _checked(name, value, table.get(name))
         elif name not in unsupported and name not in IGNORED:
             raise _invalid(unknown('field', name, sorted(known)), name[:60], 'unknown_field')
-        elif name in unsupported and not _changes_nothing(name, given, unsupported[name]):
+        elif value not in unsupported.get(name, [value]):
             allowed = ' or '.join(map(repr, unsupported[name]))
             raise _invalid(f'{name}={shown(value)} is not supported: leave it out, or give '
                            f'{allowed}', name, 'unsupported_value')
@@ -124,15 +118,6 @@ def _fields(document, table, unsupported, service) -> dict:
         raise ApiError(404, f'there is no model {shown(model)}: this server has '
                             f'{service.model!r}', 'model', 'model_not_found')
     return fields
-
-
-def _changes_nothing(name, given, equivalent) -> bool:
-    """Whether an unsupported field has the same effect as its omission, beside the others."""
-    longest = given.get('max_tokens', given.get('max_completion_tokens'))
-    ends_early = given.get('ignore_eos') is not True or 'stop' in given or 'stop_token_ids' in given
-    also = {'tools': given.get('tool_choice') == 'none', 'best_of': given[name] == given.get('n'),
-            'min_tokens': given[name] == longest and not ends_early}
-    return given[name] in equivalent or also.get(name, False)
 
 
 def _checked(name, value, allowed):
@@ -157,14 +142,14 @@ def _request(fields, service, prompts, logprobs, stops=()) -> GenerationRequest:
     for prompt in prompts:
         room = service.max_positions - len(prompt) + 1  # the last token takes no position
         longest = min(params.max_new_tokens, room)
-        choices += [replace(params, max_new_tokens=longest, seed=sample_seed(params.seed, k))
-                    for k in range(n)]
-    entries = sum(p.max_new_tokens for p in choices) * (params.logprobs + 1)
+        choices += [(prompt, replace(params, max_new_tokens=longest,
+                                     seed=sample_seed(params.seed, k))) for k in range(n)]
+    entries = sum(p.max_new_tokens for _, p in choices) * (params.logprobs + 1)
     if entries > MAX_ENTRIES:
         raise _invalid(f'{len(choices)} choices of up to {params.max_new_tokens:,} tokens with '
                        f'{params.logprobs} log-probabilities and their own are {entries:,}: at '
                        f'most {MAX_ENTRIES:,} in a request', 'logprobs')
-    return GenerationRequest(prompts, choices, n, stream, include_usage,
+    return GenerationRequest(choices, n, stream, include_usage,
                              fields.get('return_token_ids', False))
 
 
@@ -172,8 +157,7 @@ def _include_usage(options, stream) -> bool:
     flags = present(options) if isinstance(options, dict) else {'': options}
     # include_obfuscation, which OpenAI's client may send, changes nothing here
     if (not all(isinstance(flag, bool) for flag in flags.values())
-            or flags.keys() - {'include_usage', 'include_obfuscation', 'continuous_usage_stats'}
-            or flags.get('continuous_usage_stats')):
+            or flags.keys() - {'include_usage', 'include_obfuscation'}):
         raise _invalid(f'stream_options={shown(options)}: must be an object with include_usage',
                        'stream_options')
     if flags and not stream:
@@ -182,10 +166,6 @@ def _include_usage(options, stream) -> bool:
 
 
 def _params(fields, service, logprobs, stops) -> SamplingParams:
-    length = fields.get('max_tokens')
-    if length is not None and fields.get('max_completion_tokens', length) != length:
-        raise _invalid('max_tokens and max_completion_tokens are the same: give one of them',
-                       'max_tokens')
     given = [name for name in SAMPLING if name in fields]
     values = {SAMPLING[name]: fields[name] for name in given}
     try:
@@ -201,8 +181,6 @@ def _params(fields, service, logprobs, stops) -> SamplingParams:
 
 def _prompts(value, service) -> list[list[int]]:
     """Parse a text, a list of texts, a list of token ids, or a list of such lists."""
-    if value is None:
-        raise _invalid('prompt is missing', 'prompt')
     is_batch = isinstance(value, list) and all(isinstance(x, (str, list)) for x in value)
     prompts = value if is_batch else [value]
     if len(prompts) > MAX_CHOICES:
@@ -218,8 +196,6 @@ def _prompt(prompt, service) -> list[int]:
     if None in ids:
         raise _invalid(f'prompt={shown(prompt)}: must be a text, a list of token ids, or a list of '
                        'texts or of such lists', 'prompt')
-    if not ids:
-        raise _invalid('the prompt has no tokens: give at least one', 'prompt')
     _check_positions('the prompt', len(ids), service, 'prompt')
     return ids
 
@@ -272,13 +248,12 @@ def _conversation(messages, service) -> list[int]:
 def _message(message, param, service) -> tuple[str, str, str]:
     """(role, name, text)"""
     given = present(message) if isinstance(message, dict) else {}
-    if given.get('type') == 'text':  # lm-evaluation-harness says so
-        del given['type']
-    if not given or given.keys() - {'role', 'content', 'name'}:
+    is_text = given.pop('type', 'text') == 'text'  # lm-evaluation-harness says so
+    if not is_text or not given or given.keys() - {'role', 'content', 'name'}:
         raise _invalid(f'{param}={shown(message)}: must be an object with role and content '
                        '(and name)', param)
     role, end = given.get('role'), service.template.end
-    text = _text(_content(given.get('content', ''), param, service), param, service)
+    text = _content(given.get('content', ''), param, service)
     if role not in ('system', 'developer', 'user', 'assistant'):
         raise _invalid(f'{param}: role={shown(role)}: allowed are system, developer, user, '
                        'assistant', param)
@@ -292,15 +267,13 @@ def _message(message, param, service) -> tuple[str, str, str]:
     return role, name, text
 
 
-def _content(content, param, service):
-    """Join a list of parts of type text."""
-    if not isinstance(content, list):
-        return content
-    texts = [present(part).get('text', '') for part in content
-             if isinstance(part, dict) and part.get('type') == 'text']
-    if len(texts) < len(content):
+def _content(content, param, service) -> str:
+    """The text of a message: a text, or a list of parts of type text."""
+    parts = content if isinstance(content, list) else [{'type': 'text', 'text': content}]
+    if not all(isinstance(part, dict) and part.get('type') == 'text' for part in parts):
         raise _invalid(f'{param}: content may only have parts of type text', param)
-    return ''.join(_text(text, param, service) for text in texts)
+    texts = [_text(present(part).get('text', ''), param, service) for part in parts]
+    return _text(''.join(texts), param, service)
 
 
 @contextlib.contextmanager

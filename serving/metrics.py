@@ -1,13 +1,11 @@
 """The server's metrics, for Prometheus."""
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, exposition
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class Metrics:
     """The metrics of one server, in their own registry. Thread-safe."""
-
-    content_type = exposition.CONTENT_TYPE_LATEST
 
     def __init__(self):
         self.registry = CollectorRegistry()
@@ -29,9 +27,7 @@ class Metrics:
         self.running = make(Gauge, 'running_requests', 'Choices that have a row in the engine')
         self.waiting = make(Gauge, 'waiting_requests', 'Choices that wait for a row')
         self.kv_held = make(Gauge, 'kv_held_bytes', 'KV bytes in use: pages of rows, and all rings')
-        self.prefix_bytes = make(Gauge, 'prefix_store_bytes',
-                                 'Bytes of the prefix cache, on the host and in the pool',
-                                 ('where',))
+        self.prefix_bytes = make(Gauge, 'prefix_store_bytes', 'Bytes of cached prefixes', ['where'])
         self.hit_rate = make(Gauge, 'prefix_hit_rate',
                              'Share of prompt tokens found in the prefix cache')
 
@@ -54,7 +50,3 @@ class Metrics:
             self.prefix_bytes.labels('host').set(store.nbytes)
             self.prefix_bytes.labels('pool').set(len(store.table.pinned) * store.copier.page_nbytes)
             self.hit_rate.set(store.stats.hit_rate)
-
-    def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
-        return exposition.generate_latest(self.registry)

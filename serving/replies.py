@@ -20,11 +20,12 @@ class Reply:
         self.request, self.tokenizer = request, tokenizer
         self.head = {'id': f'{self.prefix}-{secrets.token_hex(12)}', 'created': int(time.time()),
                      'model': model}
-        self.completions: list[Completion | None] = [None] * len(request.params)
+        self.completions: list[Completion | None] = [None] * len(request.choices)
         self.text_of = functools.cache(lambda token: tokenizer.decode([token]))
         self.bytes_of = functools.cache(tokenizer.token_bytes)
-        self._streams = [tokenizer.stream() for _ in request.params]
-        self._offsets = [0] * len(request.params)  # of the next token's text, for log-probabilities
+        self._streams = [tokenizer.stream() for _ in request.choices]
+        self._offsets = [0] * len(request.choices)  # of the next token's text, for `_logprobs`
+        self._begun = set()  # choices of a chat that have streamed their role
 
     @property
     def complete(self) -> bool:
@@ -35,19 +36,14 @@ class Reply:
         if event.completion:
             self.completions[choice] = event.completion
         pieces = self.pieces(choice, event) if self.request.stream else []
-        if pieces and self.request.token_ids and event.token >= 0:
-            texts = [piece for piece in pieces if not piece['finish_reason']]  # chat: apart
-            (texts or pieces)[-1]['token_ids'] = [event.token]
         return [self._document(self.piece, [piece], usage=None) for piece in pieces]
 
-    def pieces(self, choice, event) -> list[dict]:
+    def pieces(self, c: int, event: Event) -> list[dict]:
         """The new parts, as entries of 'choices'."""
-        reason = event.completion and event.completion.finish_reason
-        logprobs = event.logprob and self._logprobs(choice, [event.logprob])
-        if not (event.text or reason or logprobs or self.request.token_ids):
+        if not (event.text or event.completion or event.logprob or self.request.token_ids):
             return []
-        return [{'index': choice, 'text': event.text, 'logprobs': logprobs,
-                 'finish_reason': reason}]
+        reason = event.completion and event.completion.finish_reason
+        return [self._entry(c, {'text': event.text}, reason, *_of_token(event))]
 
     def last(self) -> list[dict]:
         """Documents to stream after all events."""
@@ -57,16 +53,19 @@ class Reply:
 
     def document(self) -> dict:
         """The complete response."""
-        choices = [self.choice(c, completion) for c, completion in enumerate(self.completions)]
-        if self.request.token_ids:
-            for choice, completion in zip(choices, self.completions):
-                choice['token_ids'] = completion.tokens
+        choices = [self._entry(c, self.content(done.text), done.finish_reason, done.tokens,
+                               done.logprobs) for c, done in enumerate(self.completions)]
         return self._document(self.whole, choices, usage=self.usage())
 
-    def choice(self, c: int, completion: Completion) -> dict:
-        logprobs = completion.logprobs and self._logprobs(c, completion.logprobs)
-        return {'index': c, 'text': completion.text, 'logprobs': logprobs,
-                'finish_reason': completion.finish_reason}
+    def content(self, text: str) -> dict:
+        """The text of a complete choice, in its entry."""
+        return {'text': text}
+
+    def _entry(self, c, content, reason=None, tokens=(), logprobs=None) -> dict:
+        """An entry of 'choices'. content: its text."""
+        entry = {'index': c, **content, 'finish_reason': reason,
+                 'logprobs': logprobs and self._logprobs(c, logprobs)}
+        return entry | {'token_ids': tokens} if tokens and self.request.token_ids else entry
 
     def _logprobs(self, choice, entries) -> dict:
         """Log-probabilities with the tokens' texts and their positions in the response."""
@@ -88,9 +87,10 @@ class Reply:
 
     def usage(self) -> dict:
         """Token counts. Each prompt is counted once, with its first choice's cached tokens."""
-        prompt = sum(map(len, self.request.prompts))
+        firsts = self.completions[::self.request.n]
+        prompt = sum(len(completion.prompt_tokens) for completion in firsts)
+        cached = sum(completion.n_cached for completion in firsts)
         new = sum(len(completion.tokens) for completion in self.completions)
-        cached = sum(completion.n_cached for completion in self.completions[::self.request.n])
         return {'prompt_tokens': prompt, 'completion_tokens': new, 'total_tokens': prompt + new,
                 'prompt_tokens_details': {'cached_tokens': cached}}
 
@@ -104,27 +104,20 @@ class Reply:
 class ChatReply(Reply):
     prefix, whole, piece = 'chatcmpl', 'chat.completion', 'chat.completion.chunk'
 
-    def __init__(self, *args):
-        super().__init__(*args)
-        self._begun = set()
-
-    def pieces(self, choice, event) -> list[dict]:
-        deltas, logprobs = [], event.logprob and self._logprobs(choice, [event.logprob])
-        if choice not in self._begun:
-            self._begun.add(choice)
-            deltas.append(({'role': 'assistant', 'content': ''}, None, None))
-        if event.text or logprobs or self.request.token_ids:
-            deltas.append(({'content': event.text}, logprobs, None))
+    def pieces(self, c, event) -> list[dict]:
+        pieces = []
+        if c not in self._begun:
+            self._begun.add(c)
+            pieces.append(self._entry(c, {'delta': {'role': 'assistant', 'content': ''}}))
+        if event.text or event.logprob or self.request.token_ids:
+            pieces.append(self._entry(c, {'delta': {'content': event.text}}, None,
+                                      *_of_token(event)))
         if event.completion:
-            deltas.append(({}, None, event.completion.finish_reason))
-        return [{'index': choice, 'delta': delta, 'logprobs': logprobs, 'finish_reason': reason}
-                for delta, logprobs, reason in deltas]
+            pieces.append(self._entry(c, {'delta': {}}, event.completion.finish_reason))
+        return pieces
 
-    def choice(self, c, completion) -> dict:
-        logprobs = completion.logprobs and self._logprobs(c, completion.logprobs)
-        message = {'role': 'assistant', 'content': completion.text, 'refusal': None}
-        return {'index': c, 'message': message, 'logprobs': logprobs,
-                'finish_reason': completion.finish_reason}
+    def content(self, text) -> dict:
+        return {'message': {'role': 'assistant', 'content': text, 'refusal': None}}
 
     def _logprobs(self, choice, entries) -> dict:
         content = []
@@ -137,3 +130,8 @@ class ChatReply(Reply):
         data = self.bytes_of(token)
         return {'token': self.text_of(token), 'logprob': max(logprob, LEAST),
                 'bytes': data and list(data)}
+
+
+def _of_token(event) -> tuple[list, list | None]:
+    """The token of an event and its log-probability, if there are any, as lists of a choice."""
+    return [event.token] * (event.token >= 0), event.logprob and [event.logprob]

@@ -1,23 +1,19 @@
-"""Run the application with uvicorn: the socket, idle connections, shutdown."""
+"""Run the application with uvicorn: the socket, idle connections, the log, shutdown."""
 import asyncio
 import contextlib
 import queue
 import socket
 import threading
 import time
-from collections import Counter
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from config.errors import UserError
-from config.terminal import visible
 from serving.worker import Worker
 
 CLOSE_TIMEOUT = 5.0     # seconds from the end of the grace period to the end of the process
 IDLE_TIMEOUT = 15.0     # seconds that a client may make no progress outside of a running request
 MAX_CONNECTIONS = 1000  # additional ones get 503
-MAX_OF_ADDRESS = 200    # of these; a proxy counts as one address
 MAX_LOG_LINES = 1000    # waiting for stdout; additional lines are dropped
 
 
@@ -35,13 +31,13 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-class RequestLog:
+class RequestLog(threading.Thread):
     """Prints lines from a thread, so that a blocked stdout does not block requests."""
 
     def __init__(self):
+        super().__init__(name='request log', daemon=True)
         self._lines = queue.Queue(MAX_LOG_LINES)
-        self._thread = threading.Thread(target=self._run, name='request log', daemon=True)
-        self._thread.start()
+        self.start()
 
     def __call__(self, line: str) -> None:
         with contextlib.suppress(queue.Full):
@@ -51,31 +47,12 @@ class RequestLog:
         """Print the remaining lines. timeout: seconds to queue the end mark, then to reach it."""
         with contextlib.suppress(queue.Full):
             self._lines.put(None, timeout=timeout)
-            self._thread.join(timeout)
+            self.join(timeout)
 
-    def _run(self):
+    def run(self) -> None:
         while (line := self._lines.get()) is not None:
             with contextlib.suppress(OSError):  # stdout is closed
-                print(visible(line), flush=True)
-
-
-class Connection(H11Protocol):
-    """A connection. If there are MAX_CONNECTIONS, or more than MAX_OF_ADDRESS of its address, an
-    idle one is closed, so that idle connections do not keep others out: the oldest one of the
-    address that has the most."""
-
-    def connection_made(self, transport) -> None:
-        super().connection_made(transport)
-        self.began = time.monotonic()
-        self.address = self.client and self.client[0]
-        alive = [each for each in self.connections if not each.transport.is_closing()]
-        counts = Counter(each.address for each in alive)
-        is_full = len(alive) >= MAX_CONNECTIONS
-        if not is_full and counts[self.address] <= MAX_OF_ADDRESS:
-            return
-        idle = [each for each in alive if is_full or each.address == self.address]
-        idle = [each for each in idle if each.cycle is None or each.cycle.response_complete]
-        min(idle, key=lambda each: (-counts[each.address], each.began)).transport.abort()
+                print(line, flush=True)
 
 
 class Server(uvicorn.Server):
@@ -86,7 +63,7 @@ class Server(uvicorn.Server):
     def __init__(self, app, worker: Worker, grace: float, greeting: str = '',
                  request_log: RequestLog | None = None):
         super().__init__(uvicorn.Config(
-            app, http=Connection, ws='none', log_level='warning', access_log=False,
+            app, http='h11', ws='none', log_level='warning', access_log=False,
             server_header=False, proxy_headers=False, lifespan='off',
             timeout_graceful_shutdown=max(1, round(grace + CLOSE_TIMEOUT)),
             limit_concurrency=MAX_CONNECTIONS,
@@ -120,9 +97,8 @@ class Server(uvicorn.Server):
         self.worker.drain(self.grace)
         await super().shutdown(sockets)
         end = time.monotonic() + CLOSE_TIMEOUT  # the process may end when this method returns
-        while self.worker.is_alive() and not self.force_exit:
-            if not self.worker.saving and time.monotonic() >= end:
-                break
+        while self.worker.is_alive() and not self.force_exit and (
+                self.worker.saving or time.monotonic() < end):
             await asyncio.sleep(0.02)
         if self.request_log:
             self.request_log.close(1.0)

@@ -18,15 +18,13 @@ class WatchedReply(Reply):
     watched = True
 
     def __init__(self, request: GenerationRequest, *args):
-        if not request.stream:
-            raise ApiError(400, 'stream=false: must be true, since this route only streams',
-                           'stream')
-        if len(request.params) > 1:
-            raise ApiError(400, f'{len(request.params)} choices: must be one, since this route '
-                                'shows one row of the cache', 'n')
+        if not request.stream or len(request.choices) > 1:
+            raise ApiError(400, f'{len(request.choices)} choices, stream={request.stream}: this '
+                                'route streams one choice', 'n' if request.stream else 'stream')
         super().__init__(request, *args)
+        [(self._prompt, _)] = request.choices
         self._text_of_next = self.tokenizer.stream()
-        self._new_texts = [self._text_of_next(token) for token in self.request.prompts[0]]
+        self._new_texts = [self._text_of_next(token) for token in self._prompt]
         self._num_texts, self._pages = 0, None  # sent
 
     def take(self, choice, event) -> list[dict]:
@@ -40,7 +38,7 @@ class WatchedReply(Reply):
         first_token = view.first_token and round(view.first_token - received, 6)
         document = CacheEvent(
             time=round(view.taken - received, 6), first_token=first_token, row=view.row,
-            length=view.length, prompt=len(self.request.prompts[0]), cached=view.cached,
+            length=view.length, prompt=len(self._prompt), cached=view.cached,
             texts=self._new_texts, texts_from=self._num_texts, nbytes=view.nbytes,
             running=view.running, waiting=view.waiting, free_pages=view.free_pages,
             held_nbytes=view.held_nbytes, prefix_nbytes=view.prefix_nbytes, done=view.done)
@@ -54,12 +52,6 @@ class WatchedReply(Reply):
 
 class WatchedChatReply(WatchedReply, ChatReply):
     pass
-
-
-def newest_view(items: list[tuple]) -> list[tuple]:
-    """Leave out of [(choice, Event, RowView or ApiError)] all views but the last."""
-    is_view = [isinstance(event, RowView) for _, event in items]
-    return [item for i, item in enumerate(items) if not (is_view[i] and any(is_view[i + 1:]))]
 
 
 def gemma_shaped(config: GPTConfig) -> KVPlan:

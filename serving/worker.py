@@ -21,8 +21,9 @@ log = logging.getLogger('nanokv.serving')
 
 @dataclass(eq=False)
 class Ticket:
-    """An HTTP request. asked: each choice's (token ids, params). watched: also deliver views of the
-    choices' rows. client, salt: as in `Engine.submit`. submitted: `perf_counter` time."""
+    """An HTTP request. asked: each choice's (token ids, params). deliver: must not block. watched:
+    also deliver views of the choices' rows. client, salt: as in `Engine.submit`. submitted:
+    `perf_counter` time."""
     asked: list[tuple[list[int], SamplingParams]]
     deliver: Callable[[list], None]
     watched: bool = False
@@ -74,31 +75,24 @@ class Worker(threading.Thread):
         """Whether it accepts requests."""
         return self.is_alive() and self._deadline is None
 
-    def submit(self, asked: list[tuple[list[int], SamplingParams]],
-               deliver: Callable[[list], None], watched: bool = False, client: str = '',
-               salt: bytes = b'') -> Ticket:
-        """Queue a request. `deliver` must not block. ApiError: 429 if too many choices are waiting,
-        of this client or of all; 503 after `drain`."""
-        ticket = Ticket(asked, deliver, watched, client, salt)
+    def submit(self, ticket: Ticket) -> None:
+        """Queue a request. ApiError: 429 if too many choices are waiting, of this client or of all;
+        503 after `drain`."""
         with self._condition:
-            self.check(client, len(asked))
-            self._num_open[client] += len(asked)
+            self.check(ticket.client, len(ticket.asked))
+            self._num_open[ticket.client] += len(ticket.asked)
             self._commands.append((self._begin, ticket))
             self._condition.notify()
-        return ticket
 
     def check(self, client: str = '', num_choices: int = 1) -> None:
         """Raise the ApiError that `submit` would."""
         with self._condition:
             if self._deadline is not None:
                 raise _stopping()
-            whose = ''
-            if self._num_open[client] + num_choices > self.max_client_choices:
-                whose = ' of yours'
-            elif self._num_open.total() + num_choices <= self.max_choices:
-                return
-            raise ApiError(429, f'too many requests{whose} are waiting: try again later',
-                           code='too_many_requests', headers={'Retry-After': '1'})
+            is_own = self._num_open[client] + num_choices > self.max_client_choices
+            if is_own or self._num_open.total() + num_choices > self.max_choices:
+                raise ApiError(429, f'too many requests{" of yours" * is_own} wait: try again',
+                               code='too_many_requests', headers={'Retry-After': '1'})
 
     def cancel(self, ticket: Ticket) -> None:
         """End the choices that are still open, before the engine's next step."""
@@ -195,9 +189,7 @@ class Worker(threading.Thread):
 
     def _count_ended(self, ticket, n):
         with self._condition:
-            self._num_open[ticket.client] -= n
-            if not self._num_open[ticket.client]:
-                del self._num_open[ticket.client]  # there may be many addresses
+            self._num_open -= Counter({ticket.client: n})  # without counts of zero
 
     def _fail_running(self):
         while self._choices:
@@ -214,14 +206,13 @@ class Worker(threading.Thread):
             self._cancel_all(ticket)
 
     def _step(self):
-        preempted = {number: job.request.preempted for number, job in self.engine.jobs.items()}
         self._must_step = False
         try:
             events = self.engine.step()
         except Exception:
             log.exception('an engine step failed; its requests start again')
             self.metrics.failed_steps.inc()
-            return self._count_failures(preempted)
+            return self._count_failures()
         deliveries = defaultdict(list)
         for event in events:
             choice = self._choices.get(event.index)
@@ -263,16 +254,14 @@ class Worker(threading.Thread):
                 return ApiError(400 if choice.refused else 500, event.completion.error)
         return event
 
-    def _count_failures(self, preempted):
+    def _count_failures(self):
         """Handle a failed step, in which the engine preempted all running choices. Of those that
         fail repeatedly without a token in between, end the newest; the rest may then succeed."""
-        jobs, failing = self.engine.jobs, []
-        ran = [choice for number, choice in self._choices.items() if number not in jobs
-               or jobs[number].request.preempted > preempted.get(number, 0)]
-        for choice in ran or self._choices.values():
+        jobs, choices = self.engine.jobs, self._choices.values()
+        ran = [c for c in choices if c.number not in jobs or jobs[c.number].request.preempted]
+        for choice in ran or choices:
             choice.num_failures += 1
-            if choice.num_failures > MAX_FAILURES:
-                failing.append(choice)
+        failing = [choice for choice in choices if choice.num_failures > MAX_FAILURES]
         if failing:
             newest = max(failing, key=lambda choice: choice.number)
             self._fail(newest, ApiError(500, 'the model failed on this request'))

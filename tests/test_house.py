@@ -25,7 +25,7 @@ CORE_TOKENS = 15_630
 BUDGETS = {
     'train.py sample.py chat.py serve.py ablate.py bench.py': 1_026,
     'lab/': 6_489,
-    'serving/': 1_472,
+    'serving/': 1_360,
     'interop/': 1_813,
     'training/': 4_297,
     'extension/': 91,

@@ -279,6 +279,6 @@ def test_the_log_has_a_line_for_each_request_with_little_of_what_clients_send(se
             r'POST /v1/completions 400: \d\.\d{3} s, unknown_field',
             r'POST /v1/completions 400: \d\.\d{3} s, invalid_request_error',
             r'GET /a\\nGET /b\\x1b\\u017c 404: \d\.\d{3} s, invalid_request_error',
-            r'GET /x{195}\.\.\. 404: \d\.\d{3} s, invalid_request_error',
-            r'X{200}\.\.\. 401: \d\.\d{3} s, invalid_api_key'], strict=True):
+            r'GET /x{195} 404: \d\.\d{3} s, invalid_request_error',
+            r'X{200} 401: \d\.\d{3} s, invalid_api_key'], strict=True):
         assert re.fullmatch(r'\d{4}-\d\d-\d\d \d\d:\d\d:\d\d testclient ' + wanted, line), line

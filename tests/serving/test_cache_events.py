@@ -1,4 +1,5 @@
 """The stream of cache events: each states what the engine and its tensors hold at that moment."""
+import asyncio
 import json
 from collections import defaultdict
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ import pytest
 from engine.engine import Engine
 from engine.requests.params import SamplingParams
 from engine.pages.view import RowView
-from serving.watch import newest_view
+from serving.app import Generation
 from serving.worker import Choice, Ticket, Worker
 from tests.helpers.serving import TOKENIZER, budget_for
 from tests.serving.cache_events import Recorder, assert_agree, pages_carried, read
@@ -94,7 +95,7 @@ def test_rows_that_share_pages(serve, held, unlimited):
 def deliveries(server, asked, n=1):
     """[(choice, Event or RowView)] that the worker delivers for a watched request."""
     found = []
-    server.worker.submit(asked, found.extend, True)
+    server.worker.submit(Ticket(asked, found.extend, True))
     eventually(lambda: sum(is_last(item) for item in list(found)) == n)
     return found
 
@@ -138,8 +139,8 @@ def test_a_preempted_request_has_no_row(serve, unlimited):
 
 def test_a_waiting_request_has_no_view(serve, held, unlimited):
     server, found = serve(rows=1), []
-    server.worker.submit([([1, 2], SamplingParams(5))], lambda items: None)
-    server.worker.submit([([1, 2], SamplingParams(5))], found.extend, True)
+    server.worker.submit(Ticket([([1, 2], SamplingParams(5))], lambda items: None))
+    server.worker.submit(Ticket([([1, 2], SamplingParams(5))], found.extend, True))
     held.set()
     eventually(lambda: found and is_last(found[-1]))
     assert all(item.row == 0 for _, item in found if isinstance(item, RowView))
@@ -165,9 +166,18 @@ def test_many_watched_requests_have_as_many_views_as_eight(monkeypatch):
 def test_only_the_newest_of_waiting_views_is_sent():
     views = [RowView(0, n, -1, (), (0, 0), 0, 0, 0, 0, 0, 0, n == 3, 0.0, None) for n in range(4)]
     items = [(0, 'a'), (0, views[1]), (0, 'b'), (0, views[2]), (0, 'c'), (0, views[3])]
-    assert newest_view(items) == [(0, 'a'), (0, 'b'), (0, 'c'), (0, views[3])]
-    assert newest_view(items[:5]) == [(0, 'a'), (0, 'b'), (0, views[2]), (0, 'c')]
-    assert newest_view(items[:1]) == items[:1]
+    reply = SimpleNamespace(take=lambda choice, event: [event],
+                            cache_event=lambda view, received: view)
+
+    async def sent(*batches):
+        generation = Generation(None, None, None, None)
+        generation.reply = reply
+        for batch in batches:
+            generation.inbox.put_nowait(batch)
+        return await generation._next_documents()
+    assert asyncio.run(sent(items[:2], items[2:])) == ['a', 'b', 'c', views[3]]
+    assert asyncio.run(sent(items[:5])) == ['a', 'b', views[2], 'c']
+    assert asyncio.run(sent(items[:1])) == ['a']
 
 
 @pytest.mark.parametrize('path, watched, fields', [

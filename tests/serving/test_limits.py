@@ -7,6 +7,7 @@ import pytest
 
 from engine.engine import Engine
 from engine.requests.params import SamplingParams
+from serving.worker import Ticket
 from tests.serving.conftest import (
     CHAT, COMPLETIONS, LONGEST, USER, Asgi, assert_free, assert_refused, expected,
     in_background)
@@ -16,8 +17,8 @@ JSON = {'content-type': 'application/json'}
 WRONG = [
     (dict(max_token=5), 'max_token', "unknown field 'max_token', did you mean 'max_tokens'?"),
     (dict(prompt=5), 'prompt', '5'),
-    *((dict(prompt=prompt), 'prompt', 'missing') for prompt in ([], '', None)),
-    (dict(prompt=[[]]), 'prompt', 'no tokens'),
+    *((dict(prompt=prompt), 'prompt', 'must be a text') for prompt in ([], '', None)),
+    (dict(prompt=[[]]), None, 'no tokens'),
     (dict(prompt=[True]), 'prompt', 'True'),
     (dict(prompt=['a', 1]), 'prompt', "['a', 1]"),
     (dict(prompt=[23]), None, 'token 23'),
@@ -31,7 +32,6 @@ WRONG = [
     (dict(max_tokens=0), 'max_tokens', '=0'),
     (dict(max_tokens=10 ** 400), 'max_tokens', 'at most'),
     (dict(max_completion_tokens=-3), 'max_completion_tokens', 'max_completion_tokens=-3'),
-    (dict(max_tokens=3, max_completion_tokens=4), 'max_tokens', 'one of them'),
     (dict(temperature='hot'), 'temperature', "'hot'"),
     (dict(top_p=1.1), 'top_p', '1.1'),
     (dict(repetition_penalty=0), 'repetition_penalty', '0'),
@@ -43,8 +43,6 @@ WRONG = [
     (dict(stop_token_ids=[-1]), 'stop_token_ids', 'stop_token_ids=[-1]'),
     (dict(stop_token_ids=[99]), None, 'stop token 99'),
     (dict(min_tokens=1), 'min_tokens', 'not supported'),
-    *((dict(min_tokens=9, ignore_eos=True) | ends, 'min_tokens', 'not supported')
-      for ends in (dict(max_tokens=20), dict(max_tokens=9, stop='a'))),
     (dict(skip_special_tokens=False), 'skip_special_tokens', 'not supported'),
     (dict(logprobs=21), 'logprobs', '21'),
     (dict(stream='yes'), 'stream', "'yes'"),
@@ -235,7 +233,8 @@ def test_a_disconnect_cancels_all_choices(serve, held, stream):
     assert asyncio.run(scenario()) == [[], []]
     held.set()
     assert_free(server.worker)
-    assert [' 499: client left, ' in line for line in server.logged] == [True, True]
+    assert all(re.search(r' 499: .*, client left$', line) for line in server.logged)
+    assert len(server.logged) == 2
     assert server.metric('tokens_generated_total') <= 1  # from the step that was paused
     assert server.metric('requests_total', route=COMPLETIONS, status='499') == 2
 
@@ -255,7 +254,7 @@ def test_a_disconnect_within_a_stream_cancels(serve, path, n):
     other.join()
     assert other.result == expected('abc', seed=1).text
     assert_free(server.worker)
-    assert any(' 200: client left, ' in line for line in server.logged)
+    assert any(re.search(r' 200: .*, client left$', line) for line in server.logged)
 
 
 @pytest.mark.parametrize('draining', [False, True])
@@ -268,7 +267,7 @@ def test_closed_event_loops_do_no_harm(serve, held, draining):
         raise RuntimeError('Event loop is closed')
     for _ in range(2):
         params = SamplingParams(50)
-        server.worker.submit([([1, 2], params), ([1], params)], dead)
+        server.worker.submit(Ticket([([1, 2], params), ([1], params)], dead))
     if draining:
         server.worker.drain(0)
     held.set()

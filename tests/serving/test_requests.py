@@ -26,13 +26,13 @@ def test_messages_that_say_nothing_and_system_messages_in_the_middle(serve):
     (CHAT, {}, dict(
         chat_template_kwargs={}, function_call='auto', functions=[], echo=False,
         spaces_between_special_tokens=True, add_generation_prompt=True,
-        continue_final_message=False, tools=[{'type': 'function'}], tool_choice='none',
+        continue_final_message=False, tools=[], tool_choice='none',
         messages=[USER | {'type': 'text', 'provider_specific_fields': {}}])),
     (COMPLETIONS, {}, dict(
-        max_completion_tokens=9, min_tokens=9, ignore_eos=True, use_beam_search=False,
+        max_completion_tokens=9, min_tokens=0, use_beam_search=False,
         length_penalty=1.0, early_stopping=False, request_id='x',
         include_stop_str_in_output=False)),
-    (COMPLETIONS, dict(n=2), dict(best_of=2))], ids=str)
+    (COMPLETIONS, dict(n=2), dict(best_of=1))], ids=str)
 def test_fields_that_change_nothing(serve, path, same, fields):
     server = serve()
     asked = dict(seed=1, max_tokens=9) | same
