@@ -82,8 +82,9 @@ class AccessMiddleware:
             scope['nanokv_client'] = digest.hex()
             scope['nanokv_salt'] = b'' if self.shared_prefix else digest
         elif scope['path'] not in OPEN:
-            return ApiError(401, 'the key is not valid' if key else 'a key is needed',
-                            code='invalid_api_key', headers={'WWW-Authenticate': 'Bearer'})
+            why = 'the key is not valid' if key else 'a key is needed: Authorization: Bearer KEY'
+            return ApiError(401, why, code='invalid_api_key',
+                            headers={'WWW-Authenticate': 'Bearer'})
         return None
 
 
