@@ -32,6 +32,9 @@ side_rows = {
     'NoPE on global layers': (_FULL, _NOPE),
     'attention sinks': (_FULL, dict(attn_sink=True)),
     'int4 KV': (_FULL, dict(kv_dtype='int4')),
+    # one entry for every two or four tokens
+    **{f'blocks of {n}': ('NoPE on global layers', dict(kv_stride=n, dtype='float32'))
+       for n in (2, 4)},
 }
 # to choose the learning rate of all rows, before the other seeds are run
 for _row in ('+ key offset', _FULL):

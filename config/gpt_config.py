@@ -1,5 +1,6 @@
 """A model's shape: nanoGPT's seven fields and those for the KV cache. Does not need torch."""
 import dataclasses
+import functools
 from dataclasses import dataclass, field
 
 from config.errors import UserError, at_least, shown
@@ -8,8 +9,25 @@ MAX_NUMBER = 2 ** 31 - 1
 MAX_LAYERS = 10_000  # also the letters of a pattern
 
 
-def _key(default, meaning, choices=()):
-    return field(default=default, metadata={'meaning': meaning, 'choices': choices})
+def _key(default, meaning, choices=(), tries=(), trained='', known=()):
+    """A field, with all that other code needs to know of it.
+
+    meaning: its description in `--help`. choices: the allowed values; () = any.
+    tries: values beside the default that tests and `lab.conform` try; a bool or a field with
+        choices needs none.
+    trained: whether a trained model may change it, because no weight depends on it: 'free', or
+        'memory' if `interop.convert` may, too; 'pooled' = only `interop.convert` can; '' = nobody.
+    known: programs that have learned what it means, of 'fast' (decode steps beside model.py's) and
+        'export'; all others refuse it where it is not the default.
+    """
+    if isinstance(default, bool):
+        tries = (not default,)
+    tries = tries or tuple(choice for choice in choices if choice != default)
+    return field(default=default, metadata=dict(meaning=meaning, choices=choices, tries=tries,
+                                                trained=trained, known=known))
+
+
+_known = functools.partial(_key, known=('fast', 'export'))
 
 
 @dataclass
@@ -22,49 +40,67 @@ class GPTConfig:
     Raises:
         UserError (a ValueError): if a value is out of range or contradicts another.
     """
-    block_size: int = _key(1024, 'context length T: tokens in a training sequence')
-    vocab_size: int = _key(50304, "number of token ids (GPT-2's 50257, padded to a multiple of 64)")
-    n_layer: int = _key(12, 'transformer blocks')
-    n_head: int = _key(12, 'query heads')
-    n_embd: int = _key(768, 'width of the residual stream, C')
-    dropout: float = _key(0.0, 'dropout probability on attention, residuals and embeddings')
-    bias: bool = _key(True, 'biases in Linear and LayerNorm, as in GPT-2')
+    block_size: int = _known(1024, 'context length T: tokens in a training sequence')
+    vocab_size: int = _known(
+        50304, "number of token ids (GPT-2's 50257, padded to a multiple of 64)")
+    n_layer: int = _known(12, 'transformer blocks')
+    n_head: int = _known(12, 'query heads', tries=(1, 2, 4, 6))
+    n_embd: int = _known(768, 'width of the residual stream, C')
+    dropout: float = _known(
+        0.0, 'dropout probability on attention, residuals and embeddings', trained='free')
+    bias: bool = _known(True, 'biases in Linear and LayerNorm, as in GPT-2')
     # fields that nanoGPT does not have
-    n_kv_head: int = _key(0, 'key/value heads: 0 = n_head (MHA), 1 = MQA, between = GQA')
-    head_dim: int = _key(0, 'width of a head, D: 0 = n_embd / n_head')
-    layer_pattern: str = _key(
-        'G', "layers, repeated over n_layer: G global, L local (sliding window), as 'LLLLLG'")
-    window_size: int = _key(0, 'W: keys that a local layer attends to, itself included')
-    kv_share: str = _key(
-        '', "aligned with layer_pattern: equal letters in a period share a KV cache, as 'AABBBC'")
-    share_global_kv: bool = _key(False, 'global layers of all periods share one KV cache')
-    pos_embedding: str = _key('learned', 'position encoding', ('learned', 'rope'))
-    rope_theta: float = _key(10000.0, 'base of the rotary angles')
-    rope_theta_global: float = _key(0.0, 'base of the angles in global layers: 0 = rope_theta')
-    qk_norm: bool = _key(False, 'RMS norm on queries and keys before RoPE')
-    mlp_hidden: int = _key(0, 'hidden width of the MLP: 0 = 4 * n_embd')
-    gelu: str = _key(
+    n_kv_head: int = _known(
+        0, 'key/value heads: 0 = n_head (MHA), 1 = MQA, between = GQA', tries=(1, 2, 3),
+        trained='pooled')
+    head_dim: int = _known(0, 'width of a head, D: 0 = n_embd / n_head', tries=(4, 6, 8))
+    layer_pattern: str = _known(
+        'G', "layers, repeated over n_layer: G global, L local (sliding window), as 'LLLLLG'",
+        tries=('LLLLLG', 'LG', 'GL', 'LLG', 'L', 'LLLGGGG', 'GGL'), trained='memory')
+    window_size: int = _known(
+        0, 'W: keys that a local layer attends to, itself included', tries=(1, 2, 3, 5, 8, 33),
+        trained='memory')
+    kv_share: str = _known(
+        '', "aligned with layer_pattern: equal letters in a period share a KV cache, as 'AABBBC'",
+        trained='pooled')
+    share_global_kv: bool = _known(
+        False, 'global layers of all periods share one KV cache', trained='pooled')
+    pos_embedding: str = _known('learned', 'position encoding', ('learned', 'rope'))
+    rope_theta: float = _known(
+        10000.0, 'base of the rotary angles', tries=(50.0,), trained='memory')
+    rope_theta_global: float = _known(
+        0.0, 'base of the angles in global layers: 0 = rope_theta', tries=(700.0,),
+        trained='memory')
+    qk_norm: bool = _known(False, 'RMS norm on queries and keys before RoPE')
+    mlp_hidden: int = _known(0, 'hidden width of the MLP: 0 = 4 * n_embd', tries=(7,))
+    gelu: str = _known(
         'exact', "'exact' as in nanoGPT, 'tanh' as in Hugging Face's GPT-2; 'relu2' = ReLU squared "
-        'instead', ('exact', 'tanh', 'relu2'))
-    kv_quant_train: str = _key('', 'round K and V in training as an int8 cache does', ('', 'int8'))
-    attn_sink: bool = _key(False, 'a learned logit per head in the denominator of the softmax')
-    rope_fraction_global: float = _key(
+        'instead', ('exact', 'tanh', 'relu2'), trained='free')
+    kv_quant_train: str = _known(
+        '', 'round K and V in training as an int8 cache does', ('', 'int8'), trained='memory')
+    attn_sink: bool = _known(False, 'a learned logit per head in the denominator of the softmax')
+    rope_fraction_global: float = _known(
         1.0, 'share of the pairs of dimensions (rounded) that RoPE rotates in global layers: '
-        '0 = none (NoPE)')
-    key_offset: bool = _key(
+        '0 = none (NoPE)', tries=(0.5, 0.0), trained='memory')
+    key_offset: bool = _known(
         False, 'half of the dimensions of a global key come from the token before')
-    kv_tied: str = _key(
+    kv_tied: str = _known(
         '', "layers where K = V, stored once: 'global', 'all'; '' = none", ('', 'global', 'all'))
-    kv_latent: int = _key(
-        0, 'global layers store a latent of this width in place of K and V (NoPE-MLA): 0 = none')
+    kv_latent: int = _known(
+        0, 'global layers store a latent of this width in place of K and V (NoPE-MLA): 0 = none',
+        tries=(4, 8, 12, 16))
     window_pattern: str = _key(
         '', 'aligned with layer_pattern: the window of each layer, 0 for a G, in place of '
-        "window_size, as '16,16,64,16,16,0'")
+        "window_size, as '16,16,64,16,16,0'", trained='memory', known=('fast',))
     kv_head_pattern: str = _key(
         '', 'aligned with layer_pattern: the K/V heads of each layer, 0 = n_kv_head, as '
-        "'1,1,1,1,1,4'")
-    act_clamp: float = _key(
-        0.0, "clamp the inputs of the blocks' matmuls to this and its negative: 0 = no clamp")
+        "'1,1,1,1,1,4'", trained='pooled', known=('fast',))
+    kv_stride: int = _key(
+        1, 'tokens in a block: global layers store one mean for each block, and have no RoPE; '
+        '1 = every token', tries=(2, 3, 4, 16))
+    act_clamp: float = _known(
+        0.0, "clamp the inputs of the blocks' matmuls to this and its negative: 0 = no clamp",
+        tries=(1.5,), trained='free')
 
     def __post_init__(self):
         for f in dataclasses.fields(self):
@@ -81,7 +117,7 @@ class GPTConfig:
             setattr(self, name, getattr(self, name).replace(' ', ''))
         at_least(self, block_size=1, vocab_size=1, n_layer=1, n_head=1, n_embd=1, n_kv_head=0,
                  head_dim=0, window_size=0, mlp_hidden=0, rope_theta_global=0, kv_latent=0,
-                 act_clamp=0, rope_fraction_global=0)
+                 act_clamp=0, rope_fraction_global=0, kv_stride=1)
         rope = self.pos_embedding == 'rope'
         self._refuse('n_layer', self.n_layer > MAX_LAYERS, f'must be at most {MAX_LAYERS:,}')
         self._refuse('dropout', not 0 <= self.dropout < 1, 'must be at least 0 and below 1')
@@ -175,6 +211,10 @@ class GPTConfig:
                          if n and kind == 'G']
             refuse('kv_latent', of_global, 'a latent has no K/V heads; kv_head_pattern='
                    f'{self.kv_head_pattern!r} has some in a global layer')
+        if self.kv_stride > 1:
+            refuse('kv_stride', no_global, for_global)
+            refuse('kv_stride', rope and fraction, 'the mean of a block has no position: set '
+                   f'rope_fraction_global=0 (it is {fraction}) or learned positions')
         refuse('kv_latent', self.kv_latent % D, f'must be a multiple of head_dim={D}')
         refuse('kv_latent', rope and fraction, 'a latent has no RoPE: set rope_fraction_global=0 '
                f'(it is {fraction}) or learned positions')
@@ -201,6 +241,12 @@ class GPTConfig:
     @property
     def resolved_mlp_hidden(self) -> int:
         return self.mlp_hidden or 4 * self.n_embd
+
+
+def fields_with(name: str, *values) -> tuple[str, ...]:
+    """The names of the fields whose metadata `name` is one of the values, or contains one."""
+    return tuple(f.name for f in dataclasses.fields(GPTConfig) if f.metadata[name] in values
+                 or set(values) & set(f.metadata[name]))
 
 
 # the `model_args` of nanoGPT's checkpoints

@@ -56,7 +56,8 @@ KV_DTYPE = _keys(('kv_dtype', 'auto', "dtype of the KV cache; 'auto' = compute d
 JSON = _keys(('json', False, 'end with one JSON document on the last line'))
 # GPTConfig's fields, except vocab_size, which comes from the data set; nanoGPT's train.py turns
 # GPT-2's biases off, GPTConfig has them on
-MODEL = tuple(Key(f.name, f.default if f.name != 'bias' else False, **f.metadata)
+MODEL = tuple(Key(f.name, f.default if f.name != 'bias' else False, f.metadata['meaning'],
+                  f.metadata['choices'])
               for f in dataclasses.fields(GPTConfig) if f.name != 'vocab_size')
 
 TRAIN = RUN + _keys(
@@ -322,9 +323,12 @@ ABLATE = _keys(
 PER_RUN = ('seed', 'out_dir', 'init_from', 'resume_from', 'eval_only', 'backend', 'memory_report')
 ABLATE_ALL = ABLATE + tuple(key for key in TRAIN if key.name not in PER_RUN)
 
+CONFORM = _keys(('random', 0, 'check so many random configs in place of one')) + SEED
+
 # program -> its keys, in the order of its --help
 PROGRAMS = {'train': TRAIN, 'sample': SAMPLE, 'bench': BENCH, 'chat': CHAT, 'serve': SERVE,
             'kv': KV, 'memory': MEMORY, 'ablate': ABLATE_ALL, 'convert': MODEL,
+            'conform': MODEL + CONFORM,
             'evaluate': EVALUATE, 'capacity': CAPACITY}
 
 # Config files are shared: they may set keys of any program, and the other programs ignore them.

@@ -21,7 +21,7 @@ import torch
 
 import configurator
 from config.errors import UserError
-from config.gpt_config import GPTConfig, model_args
+from config.gpt_config import GPTConfig, fields_with, model_args
 from config.schema import MODEL
 from kv.plan import plan_kv
 from model import GPT
@@ -31,9 +31,7 @@ from training.checkpoint_manager import CheckpointManager
 from training.load_model import model_of
 
 # the settings that a conversion may change
-MEMORY = ('n_kv_head', 'kv_head_pattern', 'layer_pattern', 'window_size', 'window_pattern',
-          'kv_share', 'share_global_kv', 'rope_theta', 'rope_theta_global', 'rope_fraction_global',
-          'kv_quant_train')
+MEMORY = fields_with('trained', 'memory', 'pooled')
 
 
 def convert_weights(weights: dict, old: GPTConfig, new: GPTConfig) -> dict:

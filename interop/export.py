@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from config.errors import UserError
-from config.gpt_config import NANOGPT_FIELDS, GPTConfig, model_args
+from config.gpt_config import NANOGPT_FIELDS, GPTConfig, fields_with, model_args
 from configurator import run_program
 from data.datasets import DATA_ROOT
 from interop.huggingface import GELUS, TRANSPOSED, derived_keys
@@ -75,13 +75,13 @@ def hf_model(model, dtype: torch.dtype = torch.float32, end: int | None = None,
         import transformers
 
         from interop.modeling_nanokv import NanoKVForCausalLM
-        from interop.nanokv_vllm.config import DEFAULTS, NanoKVConfig
+        from interop.nanokv_vllm.config import NanoKVConfig
     except ImportError as e:
         package = e.name or 'a newer transformers'
         raise UserError(f"exporting needs {package}: pip install -e '.[export]'") from e
     config, weights = model.config, model.state_dict()
     for name, value in model_args(config).items():
-        if name not in DEFAULTS:
+        if name not in fields_with('known', 'export'):
             raise UserError(f'{name}={value!r} is not supported by interop.export')
     if any(layer.window == 1 for layer in model.plan.layers):
         raise UserError('window_size=1 cannot be exported: the caches of transformers need 2 or '

@@ -28,7 +28,7 @@ class Step:
         uniform: whether every row appends all t tokens at the same position.
         last(x): (..., t, D) -> (..., 1, D), the last token of each row that is not padding.
         append(store, new): write encoded K, V of this step. Returns what `attend` needs of them.
-        attend(q, visible, window, sink): attention, given what `append` returned. q (B, H, t, D),
+        attend(q, visible, layer, sink): attention, given what `append` returned. q (B, H, t, D),
             or (B, H, 1, D) for each row's last token.
     """
     uniform = False
@@ -61,11 +61,9 @@ class UniformStep(Step):
     def append(self, store: KVStore, new):
         return [store.append(new, self.select, self.starts[0])]
 
-    def attend(self, q, visible, window, sink):
+    def attend(self, q, visible, layer, sink):
         [kv] = visible
-        if q.size(2) < self.t:
-            kv = last_keys(kv, window)
-        return cached_attention(q, *kv, window=window, sink=sink)
+        return attend_chunk(q, kv, layer, sink, self.t, self.starts[0])
 
 
 class RaggedChunk(Step):
@@ -86,12 +84,10 @@ class RaggedChunk(Step):
         return [store.append(slice_tokens(new, batch, n), rows, start)
                 for batch, n, rows, start in self.chunks]
 
-    def attend(self, q, visible, window, sink):
+    def attend(self, q, visible, layer, sink):
         y = torch.zeros_like(q)
-        for (batch, n, *_), kv in zip(self.chunks, visible):
-            if q.size(2) < self.t:
-                n, kv = 1, last_keys(kv, window)
-            y[batch, :, :n] = cached_attention(q[batch, :, :n], *kv, window=window, sink=sink)
+        for (batch, n, _, start), kv in zip(self.chunks, visible):
+            y[batch, :, :n] = attend_chunk(q[batch, :, :n], kv, layer, sink, n, start)
         return y
 
 
@@ -113,7 +109,7 @@ class RaggedToken(RaggedChunk):
     def append(self, store: KVStore, new):
         return store.append_token(select_rows(new, self.active), self)
 
-    def attend(self, q, visible, window, sink):
+    def attend(self, q, visible, layer, sink):
         kv, kv_lens = visible
         return cached_attention(q, *kv, kv_lens=kv_lens, sink=sink)
 
@@ -149,7 +145,15 @@ class KVCache:
         self.torch_dtype = torch.uint8 if kv_dtype == 'int4' else getattr(torch, kv_dtype)
         self.compute_dtype, self.device = compute_dtype, torch.device(device)
         self.stores = [self._new_store(slot) for slot in plan.slots]
-        self.last_keys = self._new_states()
+        # what rows hold beside stored K and V: slot -> half of the last key (`previous_key`), and
+        # slot -> the mean of the block that has begun (`block_means`)
+        floating = self.torch_dtype if self.torch_dtype.is_floating_point else torch.float32
+        wide = torch.promote_types(floating, torch.float32)
+        self.last_keys = {slot.index: self._new_state(slot, slot.head_dim // 2, floating)
+                          for slot in plan.slots if slot.offset}
+        self.begun_blocks = {slot.index: self._new_state(slot, slot.width, wide)
+                             for slot in plan.slots if slot.stride > 1}
+        self.states = [*self.last_keys.values(), *self.begun_blocks.values()]
         self._lengths = [0] * batch_size
         self._step = None        # appends the current tokens
         self._visible = {}       # slot -> what this step's `append` returned
@@ -160,19 +164,19 @@ class KVCache:
         options = (self.torch_dtype, self.compute_dtype, self.device, slot.tied)
         if slot.kind == LOCAL:
             return RingStore(slot.window, *shape, *options)
+        if slot.stride > 1:
+            from kv.blocks import BlockStore
+            return BlockStore(slot.stride, *shape, *options)
         return GlobalStore(*shape, *options)
 
-    def _new_states(self) -> dict[int, KVStore]:
-        """Slot -> half of the last key of each row (`previous_key`), as a store of one position."""
-        dtype = self.torch_dtype if self.torch_dtype.is_floating_point else torch.float32
-        return {slot.index: KVStore(self.batch_size, slot.n_kv_head, 1, slot.head_dim // 2, dtype,
-                                    self.compute_dtype, self.device, True)
-                for slot in self.plan.slots if slot.offset}
+    def _new_state(self, slot: Slot, width: int, dtype: torch.dtype) -> KVStore:
+        return KVStore(self.batch_size, slot.n_kv_head, 1, width, dtype, self.compute_dtype,
+                       self.device, tied=True)
 
     @property
     def nbytes(self) -> int:
         """Bytes of K/V storage and scales, counted from the tensors: `plan.nbytes(...)`."""
-        return sum(store.nbytes for store in (*self.stores, *self.last_keys.values()))
+        return sum(store.nbytes for store in (*self.stores, *self.states))
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -240,12 +244,19 @@ class KVCache:
             x[rows] = new[batch, :, n - 1:n]
         return before
 
+    def block_means(self, layer: Layer, x: torch.Tensor, biases: torch.Tensor) -> torch.Tensor:
+        """An owner's new keys and values, x (B, Hkv, t, D), as means of blocks, some of which began
+        before them: `kv.blocks.extend_means`."""
+        from kv.blocks import extend_means
+        states = self.begun_blocks[layer.slot].tensors[0]
+        return extend_means(states, self._step.chunks, x, biases)
+
     def _append(self, store: KVStore, new):
         """Write encoded K, V of this step. Returns what `_attend` needs of them."""
         return self._step.append(store, new)
 
     def _attend(self, layer, q, visible, sink):
-        return self._step.attend(q, visible, layer.window, sink)
+        return self._step.attend(q, visible, layer, sink)
 
     def _make_room(self, step: Step) -> None:
         """No-op: everything is preallocated here; a paged cache takes pages."""
@@ -295,7 +306,7 @@ class KVCache:
     @property
     def row_stores(self) -> list[KVStore]:
         """The stores whose rows are the rows of the cache."""
-        return [*self.stores, *self.last_keys.values()]
+        return [*self.stores, *self.states]
 
     def fill_(self, length: int, rows=None) -> 'KVCache':
         """Fill `rows` (None = all) with `length` tokens of random K/V, for benchmarks."""
@@ -341,9 +352,13 @@ def slice_tokens(new, batch, n):
     return new if whole else tuple(x[batch, :, :n] for x in new)
 
 
-def last_keys(kv, window: int):
-    """Encoded K, V that the last query of a chunk sees: the last `window` keys, or all if that is
-    0. Copies have the same layout however the sequence was split, so the results are the same."""
-    if window:
-        kv = [x[:, :, -window:] for x in kv]
-    return [x.clone(memory_format=torch.contiguous_format) for x in kv]
+def attend_chunk(q, kv, layer: Layer, sink, t: int, start: int):
+    """Attention of t tokens from position `start`, or of only their last one, q (B, H, 1, D), to
+    encoded K, V that end with theirs. Copies have the same layout however the sequence was split,
+    so the results are the same."""
+    if layer.stride > 1:
+        from kv.blocks import attend_blocks
+        return attend_blocks(q, kv, layer.stride, sink, t, start)
+    if q.size(2) < t:  # the last `window` keys, or all
+        kv = [x[:, :, -layer.window:].clone(memory_format=torch.contiguous_format) for x in kv]
+    return cached_attention(q, *kv, window=layer.window, sink=sink)

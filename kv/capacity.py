@@ -77,7 +77,10 @@ def parameters(config: GPTConfig, plan: KVPlan) -> int:
         shapes = matrices(config, plan, layer)
         total += sum(n * m for n, m in shapes) + bias * sum(m for _, m in shapes[:4])
         total += 2 * (1 + bias) * C + plan.n_head * config.attn_sink
-        total += config.qk_norm * (plan.head_dim + plan.slots[layer.slot].head_dim * layer.owns)
+        slot = plan.slots[layer.slot]
+        if slot.stride > 1 and layer.owns:
+            total += slot.n_kv_head * slot.stride * slot.width
+        total += config.qk_norm * (plan.head_dim + slot.head_dim * layer.owns)
     return total
 
 
@@ -87,7 +90,9 @@ def attention_flops(plan: KVPlan, layer: Layer, tokens: int, before: int) -> int
     that of a latent."""
     def keys(n):  # of n queries from the first: the i-th sees i keys, up to the window size
         growing = min(n, layer.window or n)
-        return growing * (growing + 1) // 2 + (n - growing) * layer.window
+        blocks, rest = divmod(growing, layer.stride)
+        all_blocks = layer.stride * blocks * (blocks + 1) // 2 + rest * (blocks + 1)
+        return all_blocks + (n - growing) * layer.window
     width = plan.slots[layer.slot].head_dim
     return 4 * plan.n_head * width * (keys(before + tokens) - keys(before))
 

@@ -18,23 +18,23 @@ from lab.ablation.results import CORE
 
 ROOT = Path(__file__).resolve().parents[1]
 # Lines of the core are not limited, since a limit on lines makes lines dense.
-CORE_TOKENS = 15_630
+CORE_TOKENS = 16_240
 
 # The largest number of lines of Python in each room. A change that makes a room smaller lowers its
 # number. These are the sizes of today; the aim is 24,000 lines without tests, 22,500 of tests.
 BUDGETS = {
     'train.py sample.py chat.py serve.py ablate.py bench.py': 1_026,
-    'lab/': 6_489,
+    'lab/': 6_848,
     'serving/': 1_360,
     'interop/': 1_813,
-    'training/': 4_297,
+    'training/': 4_299,
     'extension/': 91,
-    'engine/': 5_149,
-    'attention/kernels/': 818,
-    'kv/': 1_282,  # without the core
+    'engine/': 5_158,
+    'attention/': 870,  # without the core, like kv/
+    'kv/': 1_355,
     'data/': 2_608,
-    'config/ configurator.py': 2_042,
-    'tests/': 26_454,
+    'config/ configurator.py': 2_101,
+    'tests/': 26_440,
 }
 house = pytest.mark.house
 

@@ -4,7 +4,7 @@ import dataclasses
 import torch
 
 from config.errors import UserError
-from config.gpt_config import GPTConfig, model_args
+from config.gpt_config import GPTConfig, fields_with, model_args
 from config.schema import MODEL
 from configurator import COMMAND_LINE
 from kv.plan import KVPlan, plan_kv
@@ -12,9 +12,7 @@ from training.checkpoint import restoring
 
 # nanoGPT always keeps the checkpoint's values of these, whatever a config file says
 NANOGPT_KEPT = ('n_layer', 'n_head', 'n_embd', 'bias')
-FREE = ('dropout', 'window_size', 'window_pattern', 'layer_pattern', 'rope_theta',
-        'rope_theta_global', 'gelu', 'kv_quant_train', 'rope_fraction_global', 'act_clamp')
-CONVERTED = ('n_kv_head', 'kv_head_pattern', 'kv_share', 'share_global_kv')
+FREE, CONVERTED = fields_with('trained', 'free', 'memory'), fields_with('trained', 'pooled')
 POOLED = 'convert the checkpoint (python -m interop.convert pools its K/V projections) '
 WPE = 'transformer.wpe.weight'
 
@@ -103,9 +101,9 @@ def check_forms(before: KVPlan, after: KVPlan) -> None:
     for was, now in zip(before.layers, after.layers):
         old, new = before.slots[was.slot], after.slots[now.slot]
         if any(getattr(old, name) != getattr(new, name)
-               for name in ('tied', 'latent', 'offset', 'head_dim')):
+               for name in ('tied', 'latent', 'offset', 'stride', 'head_dim')):
             raise UserError(f'layer {now.index} would be {now.kind}, but was trained {was.kind}: '
-                            'kv_tied, kv_latent or key_offset differ between the two')
+                            'kv_tied, kv_latent, key_offset or kv_stride differ between the two')
 
 
 def _differs(config: GPTConfig, name: str, value) -> bool:

@@ -4,6 +4,7 @@ attends to.
 Notation: N parameters, L layers, H query heads, Hkv key/value heads, D head_dim, C n_embd,
 F mlp_hidden, V vocab_size, T sequence length, W window_size. A multiply-add is two FLOPs.
 """
+import functools
 import re
 from typing import NamedTuple
 
@@ -45,7 +46,7 @@ def flops_per_token(model, T: int = 0) -> FlopsPerToken:
                             (H + 2*Hkv [owners only])*D*C + H*D*C + 2*C*F);
                      where K = V, Hkv in place of 2*Hkv; with latents of width dc, dc in place of
                      2*Hkv*D and 2*H*D*dc more in every layer that makes K and V from them
-        attention  12 * H * D * (sum over layers of mean_keys(T, window))
+        attention  12 * H * D * (sum over layers of mean_keys(T, window, stride))
 
     Six is two forward and four backward (the gradients of input and weight each cost as much as the
     forward pass). Twelve is six each for the scores and for the weighted sum of values. The number
@@ -66,15 +67,15 @@ def flops_per_token(model, T: int = 0) -> FlopsPerToken:
                         f'block_size={c.block_size}')
     matrices = sum(p.numel() for name, p in model.named_parameters()  # lm_head is wte
                    if p.dim() == 2 and name != 'transformer.wpe.weight')
-    keys = sum(mean_keys(T, layer.window) for layer in plan.layers)
+    keys = sum(mean_keys(T, layer.window, layer.stride) for layer in plan.layers)
     attention = 12 * plan.n_head * plan.head_dim * keys
     return FlopsPerToken(6 * matrices, attention)
 
 
-def mean_keys(T: int, window: int) -> float:
-    """Return the mean of min(i + 1, W) over positions i in 0..T-1; window 0 = no limit."""
-    W = min(window or T, T)
-    return (W * (W + 1) / 2 + (T - W) * W) / T
+@functools.cache
+def mean_keys(T: int, window: int, stride: int = 1) -> float:
+    """Return the mean of min(i // stride + 1, W) over T positions i; window 0 = no limit."""
+    return sum(min(i // stride + 1, window or T) for i in range(T)) / T
 
 
 def achieved(model, sequences: int, dt: float, T: int = 0) -> float:

@@ -10,8 +10,10 @@ A row takes a page when it grows into it, and frees it on reset: PagedAttention 
 import torch
 
 from attention.cached import TILE, cached_attention, kernel_takes
+from config.errors import UserError
 from engine.pages import chunks
 from engine.pages.table import PageTable
+from kv.blocks import block_ends
 from kv.cache import KVCache, Step, on_device, select_rows, slice_tokens
 from kv.plan import GLOBAL, KVPlan, Layer, Slot
 from kv.slots import KVStore
@@ -20,7 +22,11 @@ PAGE_SIZE = 64
 
 
 class PagedStore(KVStore):
-    """The pool of a global slot: (n_pages, Hkv, page_size, D) of K and of V."""
+    """The pool of a global slot: (n_pages, Hkv, page_size / stride, D) of K and of V."""
+
+    def __init__(self, stride: int, *args):
+        super().__init__(*args)
+        self.stride = stride
 
     def write_chunk(self, new, pages, places) -> None:
         """Write encoded K, V (rows, Hkv, t, D) to the given pages and offsets, (rows * t,) each."""
@@ -71,8 +77,12 @@ class PagedKVCache(KVCache):
     def _new_store(self, slot: Slot) -> KVStore:
         if slot.kind != GLOBAL:
             return super()._new_store(slot)
-        shape = self.table.n_pages, slot.n_kv_head, self.table.page_size, slot.head_dim
-        return PagedStore(*shape, self.torch_dtype, self.compute_dtype, self.device, slot.tied)
+        size = self.table.page_size
+        if size % slot.stride:
+            raise UserError(f'page_size={size}: must be a multiple of kv_stride={slot.stride}')
+        shape = self.table.n_pages, slot.n_kv_head, size // slot.stride, slot.head_dim
+        return PagedStore(slot.stride, *shape, self.torch_dtype, self.compute_dtype, self.device,
+                          slot.tied)
 
     @property
     def pools(self) -> list[PagedStore]:
@@ -81,7 +91,7 @@ class PagedKVCache(KVCache):
     @property
     def row_stores(self) -> list[KVStore]:
         rings = [store for store in self.stores if not isinstance(store, PagedStore)]
-        return [*rings, *self.last_keys.values()]
+        return [*rings, *self.states]
 
     @property
     def held_nbytes(self) -> int:
@@ -111,30 +121,31 @@ class PagedKVCache(KVCache):
         if not isinstance(store, PagedStore):
             return super()._append(store, new)
         if step.t == 1:
-            self._places = self._places or self._places_of(step)
+            self._places = self._places or self._places_of(step, store.stride)
             active, pages, places = self._places
             return store.scatter(pages, places, select_rows(new, active))
-        seen, self._places = [], self._places or self._chunk_places(step)
-        for (batch, n, *_), (pages, places) in zip(step.chunks, self._places):
+        seen, self._places = [], self._places or self._chunk_places(step, store.stride)
+        for (batch, n, _, start), (pages, places) in zip(step.chunks, self._places):
             seen.append(slice_tokens(new, batch, n))
-            store.write_chunk(seen[-1], pages, places)
+            ends = slice(None) if store.stride == 1 else block_ends(start, n, store.stride)
+            store.write_chunk([x[:, :, ends] for x in seen[-1]], pages, places)
         return seen
 
-    def _chunk_places(self, step):
-        """For each chunk: page and offset of each token, row by row."""
+    def _chunk_places(self, step, stride):
+        """For each chunk: page and offset of each of its entries, row by row."""
         size, found = self.table.page_size, []
         for batch, n, _, start in step.chunks:
             rows = [self.table.rows[row] for row in step.rows[batch]]
-            places = [(pages[position // size], position % size)
-                      for pages in rows for position in range(start, start + n)]
+            places = [(pages[position // size], position % size // stride) for pages in rows
+                      for position in range(start // stride * stride, start + n, stride)]
             found.append(on_device(places, self.device).T)
         return found
 
-    def _places_of(self, step):
+    def _places_of(self, step, stride):
         """For a one-token step: the batch rows that append a token (None = all), and the page and
         offset of each."""
         size = self.table.page_size
-        jobs = [(b, self.table.rows[row][start // size], start % size)
+        jobs = [(b, self.table.rows[row][start // size], start % size // stride)
                 for b, (row, start, n) in enumerate(zip(step.rows, step.starts, step.lens)) if n]
         active, pages, places = on_device(jobs, self.device).view(-1, 3).T
         return None if len(jobs) == len(step.rows) else active, pages, places
@@ -145,13 +156,15 @@ class PagedKVCache(KVCache):
             return self._attend_chunks(layer, q, appended, sink)
         if not isinstance(store, PagedStore):
             return super()._attend(layer, q, appended, sink)
+        if layer.stride > 1 and step.t > 1:
+            return super()._attend(layer, q, self._after_blocks(store, appended), sink)
 
         by_kernel = kernel_takes(q, store.tensors[0], sink)
         # plain torch would attend to first chunks row by row
         if not (by_kernel and not step.uniform) and not self._by_table(step):
             return super()._attend(layer, q, appended, sink)
 
-        self._block_table = self._block_table or self._table_of(step)
+        self._block_table = self._block_table or self._table_of(step, layer.stride)
         table, kv_lens = self._block_table
         if q.size(2) < step.t:
             kv_lens = on_device(step.ends, self.device)
@@ -164,7 +177,7 @@ class PagedKVCache(KVCache):
     def _attend_chunks(self, layer, q, appended, sink):
         step, store = self._step, self.stores[layer.slot]
         if isinstance(store, PagedStore):
-            self._block_table = self._block_table or self._table_of(step)
+            self._block_table = self._block_table or self._table_of(step, layer.stride)
             return chunks.attend(q, store.tensors, step.starts, step.lens, sink=sink,
                                  table=self._block_table[0])
         y = torch.zeros_like(q)
@@ -176,6 +189,17 @@ class PagedKVCache(KVCache):
                 return found
             y[batch, :, :n] = found
         return y
+
+    def _after_blocks(self, store, appended):
+        """The means of each chunk, after those of the complete blocks before its first block."""
+        found = []
+        for (batch, _, _, start), new in zip(self._step.chunks, appended):
+            n, n_pages = start // store.stride, self.table.pages_for(start)
+            pages = [self.table.rows[row][:n_pages] for row in self._step.rows[batch]]
+            before = (x[on_device(pages, self.device)].transpose(1, 2).flatten(2, 3)
+                      for x in store.tensors)
+            found.append([torch.cat([a[:, :, :n], b], dim=2) for a, b in zip(before, new)])
+        return found
 
     def _slices(self, step, most: int):
         """Yield (slice of the batch rows, pages of its longest row). A copy of the pages of these
@@ -191,11 +215,11 @@ class PagedKVCache(KVCache):
             yield slice(a, b), longest
             a = b
 
-    def _table_of(self, step):
+    def _table_of(self, step, stride):
         """Block table (B, n) int32 of the step, padded with -1, and the number of keys in each row,
         including padding, (B,)."""
-        kv_lens = [start + step.t for start in step.starts]
-        width = self.table.pages_for(max(kv_lens))
+        ends = [start + step.t for start in step.starts]
+        width, kv_lens = self.table.pages_for(max(ends)), [-(-end // stride) for end in ends]
         rows = [self.table.rows[row][:width] for row in step.rows]
         table = [row + [-1] * (width - len(row)) for row in rows]
         return on_device(table, self.device, torch.int32), on_device(kv_lens, self.device)
@@ -235,7 +259,7 @@ class PagedKVCache(KVCache):
         """Zero the values of a page after its first n positions (see `_clean`)."""
         for pool in self.pools:
             for x in pool.tensors[1::2]:
-                x[page, :, n:] = 0
+                x[page, :, -(-n // pool.stride):] = 0
 
     def copy_page(self, source: int, target: int) -> None:
         for pool in self.pools:

@@ -19,8 +19,8 @@ class OutOfPages(UserError):
 
 def page_nbytes(plan: KVPlan, page_size: int, kv_dtype: str) -> int:
     """Bytes of a page: `page_size` positions in every global slot."""
-    return page_size * sum(slot.position_nbytes(kv_dtype) for slot in plan.slots
-                           if slot.kind == GLOBAL)
+    return sum(slot.capacity(page_size) * slot.position_nbytes(kv_dtype) for slot in plan.slots
+               if slot.kind == GLOBAL)
 
 
 def rows_nbytes(plan: KVPlan, rows: int, max_seq_len: int, kv_dtype: str) -> int:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from engine.pages.cache import PagedKVCache
-from kv.plan import GLOBAL, LOCAL
+from engine.pages.table import page_nbytes
+from kv.plan import LOCAL
 from kv.slots import RingStore
 
 # bytes of the Python objects of a block, excluding buffers and tokens (from sys.getsizeof)
@@ -173,41 +174,36 @@ class BlockCopier:
     """Copies blocks of `size` positions (a page) out of a `PagedKVCache` and back into it.
     window: W of the local slots; 0 if there are none, or if windows differ: then rings are part of
     the states, and a row resumes only where one was saved. state_nbytes: size of the buffer that
-    `state` returns; 0 = rows have no states."""
+    `state` returns; 0 = rows have no states. page_nbytes: of the one that `page` returns."""
 
     def __init__(self, cache: PagedKVCache):
         self.cache, self.size, self.copies = cache, cache.table.page_size, HostCopies(cache.device)
         self.rings = [store for store in cache.stores if isinstance(store, RingStore)]
-        self._states = list(cache.last_keys.values())
+        self._states = list(cache.states)
         self.state_nbytes = sum(slot.state_nbytes(cache.kv_dtype) for slot in cache.plan.slots)
-        self._position_nbytes = {kind: sum(
-            slot.position_nbytes(cache.kv_dtype) for slot in cache.plan.slots if slot.kind == kind)
-            for kind in (GLOBAL, LOCAL)}
+        self.page_nbytes = page_nbytes(cache.plan, self.size, cache.kv_dtype)
+        self._local_nbytes = sum(slot.position_nbytes(cache.kv_dtype) for slot in cache.plan.slots
+                                 if slot.kind == LOCAL)  # of a position
         if len({store.window for store in self.rings}) > 1:  # where one ends, another goes on
             self._states += self.rings
             self.state_nbytes += sum(store.nbytes // cache.batch_size for store in self.rings)
-            self.rings, self._position_nbytes[LOCAL] = [], 0
+            self.rings, self._local_nbytes = [], 0
         self.window = self.rings[0].window if self.rings else 0
-
-    @property
-    def page_nbytes(self) -> int:
-        """Size of the buffer that `page` returns."""
-        return self.size * self._position_nbytes[GLOBAL]
 
     def local_nbytes(self, n: int) -> int:
         """Size of the buffer that `local` returns for n positions."""
-        return n * self._position_nbytes[LOCAL]
+        return n * self._local_nbytes
 
     def page(self, page: int) -> torch.Tensor:
         """The contents of a page, (page_nbytes,) uint8."""
         buffer = torch.empty(self.page_nbytes, dtype=torch.uint8, device=self.cache.device)
-        for x, copy in self._parts(buffer, self.cache.pools, self.size):
+        for x, copy in self._parts(buffer, self.cache.pools):
             copy.copy_(x[page])
         return self.copies.out(buffer)
 
     def put_page(self, page: int, buffer: torch.Tensor) -> None:
         """Write a buffer returned by `self.page` to the given page."""
-        for x, copy in self._parts(self.copies.back(buffer), self.cache.pools, self.size):
+        for x, copy in self._parts(self.copies.back(buffer), self.cache.pools):
             x[page].copy_(copy)
 
     def n_in_ring(self, row: int, end: int) -> int:

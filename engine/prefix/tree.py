@@ -160,10 +160,6 @@ class BlockTree:
             while queue:
                 drop(queue.popitem(last=False)[0])
 
-    def shrink_to(self, budget: int) -> None:
-        self.budget = budget
-        self._shrink()
-
     def _shrink(self) -> None:
         """Get within the budget, as far as possible without evicting blocks in use."""
         if self.nbytes > self.budget:

@@ -10,23 +10,15 @@ from attention.backends import triton_enabled
 from engine.weights.quantized import QuantizedLinear
 from kv.plan import LOCAL
 
-# The fields of GPTConfig that existed when the fast steps were last revised. A new one is refused
-# until someone has taught them what it means, or has seen that it means nothing to them.
-KNOWN_FIELDS = frozenset((
-    'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'dropout', 'bias', 'n_kv_head',
-    'head_dim', 'layer_pattern', 'window_size', 'kv_share', 'share_global_kv', 'pos_embedding',
-    'rope_theta', 'rope_theta_global', 'qk_norm', 'mlp_hidden', 'gelu', 'kv_quant_train',
-    'attn_sink', 'rope_fraction_global', 'key_offset', 'kv_tied', 'kv_latent', 'act_clamp',
-    'window_pattern', 'kv_head_pattern'))
 N_STEPS = 3             # that are compared
 NBYTES = 2 ** 27        # of K and V in a comparison; then rows are compared apart, or a nearer one
 
 
 def unknown_field(config) -> str:
-    """'name=value' of the first field that is unknown and not at its default; '' = none."""
+    """'name=value' of a field that is not known to 'fast' nor at its default; '' = none."""
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
-        if f.name not in KNOWN_FIELDS and value != f.default:
+        if value != f.default and 'fast' not in f.metadata.get('known', ()):
             return f'{f.name}={value!r}'
     return ''
 

@@ -39,8 +39,7 @@ def captured_decode(model, cache, compiled: bool = False) -> 'CapturedDecode | N
     in_torch = model.config.attn_sink or cache.kv_dtype == 'int4'
     if in_torch or not suits_capture(model):
         return None
-    unknown = unknown_field(model.config)
-    if unknown:
+    if unknown := unknown_field(model.config):
         reason = f'do not support {unknown}'
     elif agrees(model, cache, functools.partial(CapturedDecode, model, capture=False)):
         return CapturedDecode(model, cache, compiled)

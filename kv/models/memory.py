@@ -57,10 +57,11 @@ class Store:
     parts: tuple[Part, ...] = ()
     window: int = 0
     states: tuple[State, ...] = ()
+    stride: int = 1  # tokens that one position stands for
 
     def positions(self, length: int) -> int:
         """Positions needed to go on after `length` tokens."""
-        return min(length, self.window) if self.window else length
+        return min(length, self.window) if self.window else -(-length // self.stride)
 
     def position_nbytes(self, kv_dtype: str) -> int:
         """Bytes of one position: elements, and a scale for each head's vector if quantized."""
@@ -136,8 +137,9 @@ def memory_of_plan(plan: KVPlan) -> Memory:
     for slot in plan.slots:
         shape = slot.n_kv_head, slot.head_dim
         names = ('latent' if slot.latent else 'K = V',) if slot.tied else ('K', 'V')
-        half = State(RECURRENT, (slot.n_kv_head, slot.head_dim // 2), of_keys=True)
+        states = (State(RECURRENT, (slot.n_kv_head, slot.head_dim // 2), of_keys=True),
+                  State(RECURRENT, (slot.n_kv_head, slot.width), float32=True))
         stores.append(Store(WINDOW if slot.window else FULL, slot.layers,
                             tuple(Part(name, *shape) for name in names), slot.window,
-                            (half,) * slot.offset))
+                            states[:1] * slot.offset + states[1:] * (slot.stride > 1), slot.stride))
     return Memory(tuple(stores), len(plan.layers), plan.n_head, plan.head_dim, NANOKV)

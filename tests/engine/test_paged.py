@@ -50,7 +50,7 @@ def test_anything_done_to_a_cache_equals_each_row_alone(quantized, kind, n_examp
            config=configs(windows=(1, 2, 3, 5, 8), kv_quant_train=quantized))
     def check(data, config, batch, page_size):
         room = past_two_wraps(config)
-        pages = ample(batch, room, page_size) if paged else {}
+        pages = ample(batch, room, page_size * config.kv_stride) if paged else {}
         Run(config, batch, room, **kind, **pages).anything(data, can_fork=paged)
     check()
 
@@ -64,7 +64,7 @@ def test_paged_equals_contiguous_in_any_dtype_and_chunking(data, config, page_si
     model, idx = random_model(config), tokens(2, T)
     chunks = data.draw(chunkings(T))
     contiguous = feed(model, model.new_cache(2, T, kv_dtype), idx, chunks)
-    paged = model.new_cache(2, T, kv_dtype, **ample(2, T, page_size))
+    paged = model.new_cache(2, T, kv_dtype, **ample(2, T, page_size * config.kv_stride))
     assert max_gap(feed(model, paged, idx, chunks), contiguous) < 1e-9
 
 
@@ -117,7 +117,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(call, words):
 
 def test_a_token_that_goes_nowhere_leaves_a_page_that_another_writes_to_alone():
     """Rows not in the step have page -1, which indexes the last page, or a page that they share."""
-    store = PagedStore(4, 1, 2, 3, torch.float32, torch.float32, torch.device('cpu'))
+    store = PagedStore(1, 4, 1, 2, 3, torch.float32, torch.float32, torch.device('cpu'))
     k = torch.arange(1.0, 10).view(3, 1, 1, 3)
     put(store, torch.tensor([-1, 3, 3]), torch.tensor([-1, 0, -1]), (k, -k))
     for x, wanted in zip(store.tensors, (k[1], -k[1])):
@@ -167,15 +167,16 @@ def test_plain_torch_copies_about_a_tile_of_pages_at_a_time(monkeypatch):
        page_size=st.sampled_from(SIZES))
 def test_allocated_equals_planned_for_any_plan(config, batch, room, kv_dtype, n_pages, page_size):
     plan = plan_kv(config)
+    page_size *= config.kv_stride
     cache = PagedKVCache(plan, batch, room, n_pages, page_size, kv_dtype=kv_dtype)
     rings = rows_nbytes(plan, batch, room, kv_dtype)
-    stores = [*cache.stores, *cache.last_keys.values()]
+    stores = [*cache.stores, *cache.states]
     storages = {s.data_ptr(): s.nbytes() for store in stores
                 for s in (x.untyped_storage() for x in store.tensors)}
     allocated = sum(storages.values())
     assert allocated == cache.nbytes == page_nbytes(plan, page_size, kv_dtype) * n_pages + rings
     assert cache.held_nbytes == rings
-    assert rings + page_nbytes(plan, batch * room, kv_dtype) == plan.nbytes(batch, room, kv_dtype)
+    assert rings + batch * page_nbytes(plan, room, kv_dtype) == plan.nbytes(batch, room, kv_dtype)
 
 
 def test_fill_takes_pages_for_every_row_or_is_an_error_that_a_reset_mends():

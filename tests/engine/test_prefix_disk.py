@@ -23,6 +23,11 @@ from tests.helpers.serving import KINDS, TOKENIZER, alone, assert_same, budget_f
 PARAMS = SamplingParams(6, seed=3)
 
 
+def shrink(store, budget):
+    store.budget = budget
+    store._shrink()
+
+
 def engine_of(folder, model=None, budget=10 ** 9, **more):
     return Engine(model or model_of('full stack'), 1, 60, page_size=4, prefill_chunk=12,
                   prefix_budget=budget, prefix_folder=str(folder), tokenizer=TOKENIZER, **more)
@@ -294,5 +299,5 @@ def test_a_block_whose_file_is_gone_is_completed_not_doubled(tmp_path):
     again.store.close()
     assert len(files(tmp_path)) == n
     assert again.store.match(text + [9]).length == 23
-    again.store.shrink_to(0)
+    shrink(again.store, 0)
     again.consistent()

@@ -33,6 +33,11 @@ SHAPES = {
 }
 
 
+def shrink(store, budget):
+    store.budget = budget
+    store._shrink()
+
+
 class World:
     """A cache of 3 rows with a store, and the tokens fed to each row."""
 
@@ -210,7 +215,7 @@ def visited(text):
     for end in range(2, 1 + len(text)):
         world.visit(text[:end])
     while world.store._spare or world.store._ends:
-        world.store.shrink_to(world.store.nbytes - 1)
+        shrink(world.store, world.store.nbytes - 1)
     return world, [block.start + offset for block in world.store.blocks for offset in block.anchors]
 
 
@@ -238,7 +243,7 @@ def test_where_requests_begin_often_an_anchor_stays():
         kept = world.store.match(system + [5] * 30).length
         if len(world.store.blocks) > 6:
             assert kept == 21
-        world.store.shrink_to(world.store.nbytes - 1)
+        shrink(world.store, world.store.nbytes - 1)
         world.consistent()
 
 
@@ -275,7 +280,7 @@ def test_an_anchor_where_several_requests_began_is_not_thinned():
 def test_what_was_dropped_while_a_request_ran_is_copied_at_its_end():
     world, text = World(), [i * i % 61 for i in range(22)]
     world.begin(0, text)
-    world.store.shrink_to(0)
+    shrink(world.store, 0)
     assert all(block.local is None for block in world.store.blocks)
     world.store.budget = 10 ** 9
     world.end(0)
@@ -287,7 +292,7 @@ def test_of_unneeded_parts_those_of_the_least_recently_used_text_go_first():
     world, texts = World(), [[i] * 40 for i in (1, 2, 3)]
     for text in texts:
         world.visit(text)
-    world.store.shrink_to(world.store.nbytes - 8 * world.store.copier.local_nbytes(SIZE))
+    shrink(world.store, world.store.nbytes - 8 * world.store.copier.local_nbytes(SIZE))
     amid = [world.store.match(text[:18] + [9]).length for text in texts]
     assert amid[0] < 18 and amid[1:] == [18, 18]
     assert [world.store.match(text + [9]).length for text in texts] == [40, 40, 40]
@@ -327,7 +332,7 @@ def test_a_text_is_evicted_from_its_end_anchor_by_anchor():
         if not world.store._spare:
             assert hit.length == hit.n_matched  # nothing after the last anchor
             lengths.append(hit.length)
-        world.store.shrink_to(world.store.nbytes - 1)
+        shrink(world.store, world.store.nbytes - 1)
         world.consistent()
     assert list(dict.fromkeys(lengths)) == expected
 

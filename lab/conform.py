@@ -1,0 +1,357 @@
+"""Does a model compute the same wherever it runs? The checks to run after a change to the core.
+
+    python -m lab.conform config/train_mqa_local.py
+    python -m lab.conform config/train_mqa_local.py --kv_stride=4 --rope_fraction_global=0
+    python -m lab.conform --random=20                  # as many random configs over all fields
+
+A model of the config is made small (widths, windows and layers beyond two periods; its plan keeps
+its form) and gets random weights, sharper than those of training. Each check prints a tick, what
+it refuses by name, or the first difference; any difference makes the exit status 1.
+"""
+from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
+import contextlib
+import copy
+import dataclasses
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+
+import configurator
+from config.errors import UserError
+from config.gpt_config import GPTConfig, model_args
+from config.schema import MODEL
+from engine.engine import Engine
+from engine.requests.params import SamplingParams
+from engine.steps.native import native_decode, unsupported
+from kv.cache import KVCache
+from kv.console import output, print_table, table_of
+from kv.plan import KV_DTYPES, plan_kv
+from model import GPT
+from training import native
+
+VOCAB, WIDTH = 61, 24
+LONGEST_WINDOW, LONGEST_STRIDE = 16, 8
+BATCH = 3
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+
+class Refused(Exception):
+    """A program does not take the model, and says why."""
+
+
+def random_config(rng: random.Random, windows=(1, 2, 3, 5, 8, 33), **fixed) -> GPTConfig:
+    """A small config, at least one period and a layer deep, in which each field has, with even
+    odds, one of the values that its metadata names (`tries`). Values that contradict others are
+    left out. windows: those of local layers. fixed: fields that stay as given."""
+    fields = [f for f in dataclasses.fields(GPTConfig) if f.name not in fixed]
+    pattern = fixed.get('layer_pattern') or rng.choice(
+        [*GPTConfig.__dataclass_fields__['layer_pattern'].metadata['tries'], 'G',
+         ''.join(rng.choice('GL') for _ in range(rng.randint(1, 4)))])
+    config = GPTConfig(**dict(
+        block_size=160, vocab_size=VOCAB, n_embd=WIDTH, n_head=2, layer_pattern=pattern,
+        n_layer=len(pattern) + rng.randint(1, 3), window_size=rng.choice(windows),
+        rope_theta=50.0) | fixed)
+    for f in rng.sample(fields, len(fields)) * 2:  # the second time it may go with the others
+        tries = f.metadata['tries']
+        if f.name in ('kv_share', 'window_pattern', 'kv_head_pattern'):
+            tries = [aligned_text(rng, config, f.name, windows)]
+        if tries and f.name not in ('layer_pattern', 'window_size') and rng.random() < 0.3:
+            with contextlib.suppress(UserError):
+                config = dataclasses.replace(config, **{f.name: rng.choice(tries)})
+    return config
+
+
+def aligned_text(rng: random.Random, config: GPTConfig, name: str, windows) -> str:
+    """A text for a field with a letter or number for each layer of the pattern."""
+    kinds = config.layer_pattern
+    if name == 'kv_share':
+        return ''.join(rng.choice('AB' if kind == 'L' else 'XY') for kind in kinds)
+    allowed = windows if name == 'window_pattern' else (0, 1, 2)
+    slots = [letter if kind == 'L' or not config.share_global_kv else 'shared'
+             for kind, letter in zip(kinds, config.kv_share or map(str, range(len(kinds))))]
+    numbers = {slot: rng.choice(allowed) for slot in slots}
+    is_window = name == 'window_pattern'
+    return ','.join(str(0 if is_window and kind == 'G' else numbers[slot])
+                    for kind, slot in zip(kinds, slots))
+
+
+def reduced(config: GPTConfig) -> GPTConfig:
+    """The config of a small model whose plan has the same form: two periods and a layer, windows
+    and strides in proportion."""
+    windows = [n * LONGEST_WINDOW // max(LONGEST_WINDOW, *config.windows) for n in config.windows]
+    windows = [max(n, was > 0) for n, was in zip(windows, config.windows)]
+    stride = min(config.kv_stride, LONGEST_STRIDE)
+    texts = {'window_pattern': ','.join(map(str, windows))} if config.window_pattern else {}
+    return dataclasses.replace(
+        config, vocab_size=VOCAB, n_embd=WIDTH, head_dim=config.resolved_head_dim, mlp_hidden=32,
+        n_layer=min(config.n_layer, 2 * len(config.layer_pattern) + 1), dropout=0.0,
+        block_size=2 * max(windows) + 3 * stride + 40, kv_stride=stride,
+        window_size=max(windows) if config.window_size else 0, **texts)
+
+
+def random_model(config: GPTConfig, dtype=torch.float64, seed: int = 0) -> GPT:
+    """A model in eval mode whose weights are so large that a single wrong key shows."""
+    model, generator = GPT(config), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            noise = 0.3 * torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            p.copy_(1 + noise if p.dim() == 1 and name.endswith('weight') else noise)
+    return model.to(dtype).eval()
+
+
+def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def check(found: torch.Tensor, expected: torch.Tensor, what: str, limit: float) -> None:
+    """Raise AssertionError, which names the first position with a difference above the limit."""
+    gaps = (found.double() - expected.double()).abs().flatten(2).amax(-1)        # (B, T)
+    wrong = (~(gaps <= limit)).nonzero()  # NaN included
+    if len(wrong):
+        row, position = wrong[wrong[:, 1].argmin()].tolist()
+        raise AssertionError(f'{what}: {gaps[row, position]:.2g} at position {position} of row '
+                             f'{row}, allowed {limit:g}')
+
+
+# -- checks: each takes a config, and raises AssertionError or Refused -----------------------------
+
+@torch.no_grad()
+def cached(config: GPTConfig, dtype=torch.float64) -> None:
+    """Chunks, single tokens and a resumed turn, past every wrap, give the full forward's logits."""
+    if config.kv_quant_train and dtype == torch.float32:
+        raise Refused("kv_quant_train='int8': a value between two steps may go either way")
+    model, T = random_model(config, dtype), config.block_size
+    idx, limit = tokens(BATCH, T), TOLERANCE[dtype]
+    full, rng = model(idx, all_logits=True)[0], random.Random(0)
+    any_chunks = []
+    while sum(any_chunks) < T:
+        any_chunks.append(rng.randint(1, min(T - sum(any_chunks), 2 * LONGEST_WINDOW)))
+    for name, chunks in {'one chunk': [T], 'single tokens': [1] * T, 'chunks': any_chunks,
+                         'a resumed turn': [T // 3, *[1] * (T // 4), T - T // 3 - T // 4]}.items():
+        cache = model.new_cache(BATCH, T)
+        for all_logits in (True, False):
+            parts = [model(part, cache=cache, all_logits=all_logits)[0]
+                     for part in idx.split(chunks, dim=1)]
+            ends = torch.tensor(chunks).cumsum(0) - 1
+            check(torch.cat(parts, 1), full if all_logits else full[:, ends], name, limit)
+            cache.reset()
+
+
+@torch.no_grad()
+def ragged(config: GPTConfig, dtype=torch.float64) -> None:
+    """Rows that append different numbers of tokens, and are emptied and filled again."""
+    model, T, rng = random_model(config, dtype), config.block_size, random.Random(0)
+    cache = model.new_cache(BATCH, T)
+    for turn in range(2):
+        idx, held = tokens(BATCH, T, turn), [0] * BATCH
+        full = model(idx, all_logits=True)[0]
+        while min(held) < T:
+            most = rng.choice((1, 1, 4, 2 * LONGEST_WINDOW))
+            lens = [min(rng.randint(0, most), T - n) for n in held]
+            t, all_logits = max(1, *lens), rng.random() < 0.5
+            x = torch.stack([torch.cat([row, row[:t]])[n:n + t] for row, n in zip(idx, held)])
+            y = model(x, cache=cache, lens=lens, all_logits=all_logits)[0]
+            for row, n in enumerate(lens):
+                first = 0 if all_logits else max(0, n - 1)
+                check(y[row:row + 1, :n - first],
+                      full[row:row + 1, held[row] + first:held[row] + n],
+                      f'ragged rows, from position {held[row]} of row {row}', TOLERANCE[dtype])
+                held[row] += n
+        cache.reset([1])
+        cache.reset()
+
+
+def greedy(model, text: list[int], n: int) -> list[int]:
+    """The next n tokens, each from a full forward pass."""
+    made = list(text)
+    for _ in range(n):
+        made.append(model(torch.tensor([made]))[0][0, -1].argmax().item())
+    return made[len(text):]
+
+
+@torch.no_grad()
+def engine(config: GPTConfig) -> None:
+    """Greedy texts of the engine, with prefix hits and resumed turns, are those of the model."""
+    model, n = random_model(config), 8
+    half = config.block_size // 2 - n
+    texts = [row.tolist() for row in tokens(BATCH, half)]
+    texts += [texts[0][:half // 2] + row.tolist() for row in tokens(2, half // 4, seed=1)]
+    expected = [greedy(model, text, 2 * n) for text in texts]
+    params = SamplingParams(max_new_tokens=n, temperature=0.0)
+    for chunk in (0, 7):
+        runs = Engine(model, 2, config.block_size, page_size=8, prefill_chunk=chunk,
+                      prefix_budget=10 ** 8)
+        for begun in (0, n):  # the second turn goes on where the first ended
+            asked = [text + more[:begun] for text, more in zip(texts, expected)]
+            for text, more, found in zip(asked, expected, runs.generate(asked, params)):
+                assert not found.error, found.error
+                assert found.tokens == more[begun:begun + n], (
+                    f'after {len(text)} tokens, {found.n_cached} of them cached: {found.tokens}, '
+                    f'expected {more[begun:begun + n]}')
+        assert runs.prefix.stats.found, 'no request found its prefix'
+
+
+def nbytes(config: GPTConfig) -> None:
+    """In every dtype a cache allocates what the plan says, to the byte."""
+    plan, T = plan_kv(config), config.block_size
+    for kv_dtype in KV_DTYPES:
+        cache = KVCache(plan, BATCH, T, kv_dtype)
+        tensors = [x for store in (*cache.stores, *cache.states) for x in store.tensors]
+        found = sum({x.data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+        for what, n in (('the plan says', plan.nbytes(BATCH, T, kv_dtype)), ('cache.nbytes is',
+                                                                             cache.nbytes)):
+            assert n == found, f'{kv_dtype}: {found:,} bytes are allocated, {what} {n:,}'
+
+
+@torch.no_grad()
+def quantized(config: GPTConfig) -> None:
+    """An int8 cache changes logits by less than a tenth of their standard deviation."""
+    model, idx = random_model(config), tokens(BATCH, config.block_size)
+    full, cache = model(idx, all_logits=True)[0], model.new_cache(BATCH, config.block_size, 'int8')
+    found = torch.cat([model(part, cache=cache, all_logits=True)[0] for part in idx.split(7, 1)], 1)
+    share = ((found - full).square().mean().sqrt() / full.std()).item()
+    assert share < 0.1, f'the logits differ by {share:.2g} of their standard deviation'
+
+
+def gradients(config: GPTConfig) -> None:
+    """The gradient of each parameter, in a random direction, is what finite differences give."""
+    if config.kv_quant_train:
+        raise Refused("kv_quant_train='int8': gradients pass rounding unchanged")
+    model, idx, step = random_model(config), tokens(2, config.block_size), 1e-6
+    x, y = idx[:, :-1], idx[:, 1:]
+    model(x, y)[1].backward()
+    generator = torch.Generator().manual_seed(1)
+    for name, p in model.named_parameters():
+        assert p.grad is not None, f'{name} has no gradient'
+        direction, losses = torch.randn(p.shape, generator=generator, dtype=p.dtype), []
+        with torch.no_grad():
+            for change in (step, -2 * step, step):
+                p += change * direction
+                losses.append(model(x, y)[1].item())
+        found, expected = (losses[0] - losses[1]) / (2 * step), (p.grad * direction).sum().item()
+        assert abs(found - expected) <= 1e-5 * max(1.0, abs(expected)), (
+            f'{name}: {expected:.8g} by backward, {found:.8g} by differences')
+
+
+def kernels(config: GPTConfig) -> None:
+    """Training with the C++ kernels gives the losses and gradients of plain torch."""
+    if native.library() is None:
+        raise Refused('no C++ compiler')
+    if config.kv_quant_train:
+        raise Refused("kv_quant_train='int8': a value between two steps may go either way")
+    plain, idx = random_model(config, torch.float32), tokens(2, config.block_size)
+    fast, x, y = copy.deepcopy(plain), idx[:, :-1], idx[:, 1:]
+    native.speed_up(fast)
+    losses = [model(x, y)[1] for model in (plain, fast)]
+    for loss in losses:
+        loss.backward()
+    assert abs(losses[0] - losses[1]) < 1e-5, f'losses {losses[0].item()} and {losses[1].item()}'
+    for (name, p), q in zip(plain.named_parameters(), fast.parameters()):
+        gap, largest = (p.grad - q.grad).abs().max().item(), p.grad.abs().max().item()
+        assert gap <= 1e-4 * max(1e-2, largest), f'{name}: gradients differ by {gap:.2g}'
+
+
+@torch.no_grad()
+def cpp_step(config: GPTConfig) -> None:
+    """The C++ decode step takes the model, and gives its logits, or refuses it by name."""
+    model = random_model(config, torch.float32)
+    cache, plain = (model.new_cache(BATCH, config.block_size) for _ in range(2))
+    step = native_decode(model, cache)
+    if step is None:
+        why = unsupported(model, cache)
+        assert why or native.library() is None, 'refused although it knows all settings'
+        raise Refused(why or 'no C++ compiler')
+    for position in range(config.block_size):
+        idx = tokens(BATCH, 1, position)
+        expected = model(idx, cache=plain)[0]
+        check(step(idx)[:, None], expected, f'token {position}', 1e-3)
+
+
+@torch.no_grad()
+def exported(config: GPTConfig) -> None:
+    """The class for transformers gives the same logits, or the export refuses a field by name."""
+    from interop.export import hf_model
+    model = random_model(config, torch.float32)
+    try:
+        hf = hf_model(model)
+    except UserError as e:
+        raise Refused(str(e).partition(' is not supported')[0]) from e
+    idx = tokens(BATCH, config.block_size)
+    check(hf(idx).logits, model(idx, all_logits=True)[0], 'a sequence', 1e-3)
+
+
+def resumed(config: GPTConfig) -> None:
+    """A training that is interrupted and resumed ends with the losses of one that was not."""
+    fields = {name: value for name, value in model_args(config).items() if name != 'vocab_size'}
+    flags = [f'--{name}={value}' for name, value in fields.items()]
+    flags += ['--dataset=recall', '--recall_task=distances=1', '--batch_size=2', '--max_iters=6',
+              '--eval_interval=3', '--eval_iters=1', '--log_interval=1', '--compile=False',
+              '--gradient_accumulation_steps=1', '--learning_rate=1e-2', '--device=cpu']
+    with tempfile.TemporaryDirectory() as folder:
+        whole, parts = Path(folder, 'whole'), Path(folder, 'parts')
+        for out, more in ((whole, []), (parts, ['--max_iters=3']), (parts, ['--init_from=resume'])):
+            done = subprocess.run([sys.executable, 'train.py', *flags, '--lr_decay_iters=6',
+                                   f'--out_dir={out}', *more], capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr[-300:]
+        runs = [[json.loads(line) for line in (out / 'metrics.jsonl').read_text().splitlines()]
+                for out in (whole, parts)]
+    losses = [{line['iter']: line['loss'] for line in run if 'loss' in line} for run in runs]
+    assert losses[0] == losses[1] and losses[0], f'losses {losses[0]} and {losses[1]}'
+
+
+CHECKS = {
+    'cache, float64': cached, 'cache, float32': lambda config: cached(config, torch.float32),
+    'ragged rows': ragged, 'engine and prefix cache': engine, 'bytes': nbytes, 'int8 K and V':
+    quantized, 'gradients': gradients, 'training kernels': kernels, 'resuming': resumed,
+    'C++ decode step': cpp_step, 'export': exported}
+
+
+def conform(config: GPTConfig, only=CHECKS) -> dict[str, str]:
+    """Check name -> '' if it passes, the reason in brackets if it is refused, or what differs."""
+    found = {}
+    for name in only:
+        try:
+            CHECKS[name](config)
+            found[name] = ''
+        except Refused as e:
+            found[name] = f'({e})'
+        except AssertionError as e:
+            found[name] = str(e) or 'an assertion failed'
+        except Exception as e:
+            where = traceback.extract_tb(e.__traceback__)[-1]
+            found[name] = f'{type(e).__name__}: {e} ({Path(where.filename).name}:{where.lineno})'
+    return found
+
+
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    s = configurator.parse('conform', argv, usage=__doc__)
+    rng = random.Random(s.seed)
+    configs = [random_config(rng) for _ in range(s.random)]
+    if not configs:
+        configs = [reduced(GPTConfig(**{key.name: getattr(s, key.name) for key in MODEL}))]
+    console, failed = output(), 0
+    warnings.simplefilter('ignore')  # what plans warn of is no difference
+    for config in configs:
+        changed = {name: value for name, value in model_args(config).items()
+                   if value != getattr(GPTConfig, name)}
+        print(', '.join(f'{name}={value!r}' for name, value in changed.items()))
+        found = conform(config)
+        marks = {'': '\N{CHECK MARK}', '(': '-'}  # passed, refused; others differ
+        rows = [(marks.get(why[:1], '\N{BALLOT X}'), name, why) for name, why in found.items()]
+        print_table(console, table_of(('', 'check', ''), rows, left=('', 'check'), wrap=('',)))
+        failed += any(mark == '\N{BALLOT X}' for mark, *_ in rows)
+    if failed:
+        raise SystemExit(f'{failed} of {len(configs)} configs differ')
+
+
+if __name__ == '__main__':
+    sys.modules['torchao'] = None  # transformers imports it, which prints warnings; not needed here
+    configurator.run_program(main)
