@@ -168,33 +168,38 @@ def ragged(config: GPTConfig, dtype=torch.float64) -> None:
         cache.reset()
 
 
-def greedy(model, text: list[int], n: int) -> list[int]:
-    """The next n tokens, each from a full forward pass."""
-    made = list(text)
+def greedy(model, text: list[int], n: int) -> list[tuple[int, float]]:
+    """The next n tokens, each from a full forward pass, and their log-probabilities."""
+    made, found = list(text), []
     for _ in range(n):
-        made.append(model(torch.tensor([made]))[0][0, -1].argmax().item())
-    return made[len(text):]
+        logprob, token = model(torch.tensor([made]))[0][0, -1].log_softmax(0).max(0)
+        found.append((token.item(), logprob.item()))
+        made.append(token.item())
+    return found
 
 
 @torch.no_grad()
 def engine(config: GPTConfig) -> None:
-    """Greedy texts of the engine, with prefix hits and resumed turns, are those of the model."""
+    """Greedy tokens of the engine and their log-probabilities, with prefix hits and resumed turns,
+    are those of the model."""
     model, n = random_model(config), 8
     half = config.block_size // 2 - n
     texts = [row.tolist() for row in tokens(BATCH, half)]
     texts += [texts[0][:half // 2] + row.tolist() for row in tokens(2, half // 4, seed=1)]
     expected = [greedy(model, text, 2 * n) for text in texts]
-    params = SamplingParams(max_new_tokens=n, temperature=0.0)
+    params = SamplingParams(max_new_tokens=n, temperature=0.0, logprobs=0)
     for chunk in (0, 7):
         runs = Engine(model, 2, config.block_size, page_size=8, prefill_chunk=chunk,
                       prefix_budget=10 ** 8)
         for begun in (0, n):  # the second turn goes on where the first ended
-            asked = [text + more[:begun] for text, more in zip(texts, expected)]
+            asked = [text + [token for token, _ in more[:begun]]
+                     for text, more in zip(texts, expected)]
             for text, more, found in zip(asked, expected, runs.generate(asked, params)):
                 assert not found.error, found.error
-                assert found.tokens == more[begun:begun + n], (
-                    f'after {len(text)} tokens, {found.n_cached} of them cached: {found.tokens}, '
-                    f'expected {more[begun:begun + n]}')
+                for one, (token, logprob) in zip(found.logprobs, more[begun:begun + n], strict=True):
+                    assert one.token == token and abs(one.logprob - logprob) < 1e-6, (
+                        f'after {len(text)} tokens, {found.n_cached} of them cached: token '
+                        f'{one.token} at {one.logprob:.7f}, expected {token} at {logprob:.7f}')
         assert runs.prefix.stats.found, 'no request found its prefix'
 
 

@@ -1,0 +1,162 @@
+"""`lab.conform`: sound models pass, and every planted fault is found."""
+import random
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import attention.masks
+import interop.modeling_nanokv
+import kv.blocks
+import kv.plan
+import training.native
+from attention.kernels.norm_rope import NormAndRotate
+from config.errors import UserError
+from config.gpt_config import GPTConfig
+from engine.prefix.blocks import BlockCopier
+from kv.cache import KVCache, RaggedToken
+from kv.slots import KVStore, RingStore
+from lab import conform
+from tests.helpers.models import FULL_STACK
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = conform.reduced(GPTConfig(**FULL_STACK | dict(head_dim=8, attn_sink=True)))
+OFFSET, BLOCKS = dict(key_offset=True), dict(kv_stride=4, rope_fraction_global=0.0)
+
+
+def write_first(patch):
+    """A ring is written before its own chunk has read it."""
+    plain = RingStore.append
+
+    def append(self, new, rows, start):
+        plain(self, new, rows, start)
+        return plain(self, new, rows, start)
+    patch.setattr(RingStore, 'append', append)
+
+
+def off_by_one(patch):
+    plain = attention.masks.in_window
+    patch.setattr(attention.masks, 'in_window',
+                  lambda q, k, window: plain(q, k, window and window + 1))
+
+
+def forgotten_scale(patch):
+    plain = KVStore.encode
+
+    def encode(self, k, v):
+        new = plain(self, k, v)
+        return new if len(new) == 2 else (*new[:3], new[2])  # V gets the scales of K
+    patch.setattr(KVStore, 'encode', encode)
+
+
+def stale_state(patch):
+    patch.setattr(KVCache, 'row_stores', property(lambda self: self.stores))
+
+
+def lost_state(patch):
+    patch.setattr(BlockCopier, 'put_state', lambda self, row, buffer: None)
+
+
+def one_key_more(patch):
+    plain = RaggedToken.__init__
+
+    def init(self, *args):
+        plain(self, *args)
+        self.kv_lens = self.kv_lens + 1
+    patch.setattr(RaggedToken, '__init__', init)
+
+
+def miscounted(patch):
+    plain = kv.plan.Slot.position_nbytes
+    patch.setattr(kv.plan.Slot, 'position_nbytes', lambda self, dtype: plain(self, dtype) - 1)
+
+
+def wrong_backward(patch):
+    plain = NormAndRotate.backward
+    patch.setattr(NormAndRotate, 'backward', staticmethod(
+        lambda ctx, dy: [x if x is None else 1.01 * x for x in plain(ctx, dy)]))
+
+
+def no_sink(patch):
+    plain = training.native.attend
+    patch.setattr(training.native, 'attend', lambda *args: plain(*args[:6]))
+
+
+def forgotten_block(patch):
+    plain = kv.blocks.extend_means
+
+    def extend(states, chunks, x, biases):
+        states.zero_()
+        return plain(states, chunks, x, biases)
+    patch.setattr(kv.blocks, 'extend_means', extend)
+
+
+def turned_back(patch):
+    plain = interop.modeling_nanokv.rotate
+    patch.setattr(interop.modeling_nanokv, 'rotate', lambda x, cos, sin: plain(x, cos, -sin))
+
+
+@pytest.mark.parametrize('fault, changes, name', [
+    (write_first, {}, 'cache, float64'), (off_by_one, {}, 'cache, float64'),
+    (forgotten_scale, {}, 'int8 K and V'), (stale_state, OFFSET, 'ragged rows'),
+    (lost_state, OFFSET, 'engine and prefix cache'), (one_key_more, {}, 'ragged rows'),
+    (miscounted, {}, 'bytes'), (wrong_backward, {}, 'gradients'),
+    (no_sink, {}, 'training kernels'), (forgotten_block, BLOCKS, 'cache, float64'),
+    (turned_back, {}, 'export')])
+def test_a_fault_is_found(fault, changes, name, monkeypatch):
+    config = conform.reduced(GPTConfig(**vars(CONFIG) | changes))
+    if name == 'training kernels' and training.native.library() is None:
+        pytest.skip('no C++ compiler')
+    assert conform.conform(config, [name]) == {name: ''}
+    fault(monkeypatch)
+    found = conform.conform(config, [name])[name]
+    assert found and not found.startswith('('), 'not found'
+
+
+@pytest.mark.slow
+def test_the_example_in_the_docs(tmp_path):
+    """The gate of docs/architecture.md, applied to a copy of the project."""
+    listed = subprocess.run(['git', 'ls-files', '*.py', '*.h', '*.cpp'], cwd=ROOT, text=True,
+                            capture_output=True, check=True).stdout.split()
+    for path in (path for path in listed if not path.startswith('tests/')):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, tmp_path / path)
+    docs = (ROOT / 'docs' / 'architecture.md').read_text(encoding='utf-8')
+    [diff] = re.findall(r'```diff\n(.*?)```', docs, re.DOTALL)
+    for command in (['git', 'apply', '--unsafe-paths', '-'],
+                    [sys.executable, '-m', 'lab.conform', 'config/train_mqa_local.py',
+                     '--attn_gate=True']):
+        done = subprocess.run(command, cwd=tmp_path, input=diff, text=True, capture_output=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count('(attn_gate=True)') == 2  # the C++ step and the export refuse it
+    assert done.stdout.count('\N{CHECK MARK}') == len(conform.CHECKS) - 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('seed', range(4))
+def test_random_configs_conform(seed):
+    rng = random.Random(seed)
+    for _ in range(50):
+        config = conform.random_config(rng)
+        found = conform.conform(config, [name for name in conform.CHECKS if name != 'resuming'])
+        assert not [f'{name}: {why}' for name, why in found.items() if why and why[0] != '('], config
+
+
+def test_the_program(capsys):
+    flags = ['--n_layer=3', '--n_head=2', '--n_embd=16', '--n_kv_head=1', '--layer_pattern=LG']
+    conform.main([*flags, '--window_size=4', '--kv_head_pattern=1,2'])
+    out = capsys.readouterr().out
+    assert out.count('\N{CHECK MARK}') == len(conform.CHECKS) - 1
+    assert "(kv_head_pattern='1,2')" in out  # the export
+    with pytest.raises(UserError, match='kv_stride=2'):
+        conform.main([*flags, '--window_size=4', '--kv_stride=2', '--pos_embedding=rope'])
+
+
+def test_a_difference_is_the_exit_status(capsys, monkeypatch):
+    miscounted(monkeypatch)
+    with pytest.raises(SystemExit, match='1 of 1 configs differ'):
+        conform.main(['--n_layer=2', '--n_head=2', '--n_embd=16'])
+    assert '\N{BALLOT X}  bytes' in capsys.readouterr().out
