@@ -16,8 +16,8 @@ def account(plan: KVPlan, batch: int, max_seq_len: int, kv_dtype: str,
     kv_bytes = plan.nbytes(batch, max_seq_len, kv_dtype) if allocated is None else allocated
     same = vanilla.nbytes(batch, max_seq_len, kv_dtype)
     bf16 = vanilla.nbytes(batch, max_seq_len, 'bfloat16')
-    stride = max(slot.stride for slot in plan.slots)
-    further = plan.nbytes(1, max_seq_len + stride, kv_dtype) - plan.nbytes(1, max_seq_len, kv_dtype)
+    n = max(slot.stride for slot in plan.slots)  # tokens, for which a slot grows alike anywhere
+    further = plan.nbytes(1, max_seq_len + n, kv_dtype) - plan.nbytes(1, max_seq_len, kv_dtype)
     return {
         'batch': batch, 'max_seq_len': max_seq_len, 'kv_dtype': kv_dtype,
         'kv_bytes': kv_bytes, 'kv_bytes_counted': 'planned' if allocated is None else 'allocated',
@@ -25,7 +25,7 @@ def account(plan: KVPlan, batch: int, max_seq_len: int, kv_dtype: str,
         'kv_ratio': same / kv_bytes, 'kv_ratio_bf16': bf16 / kv_bytes,
         'factors': plan.factors(max_seq_len, kv_dtype),
         'n_head': plan.n_head, 'n_kv_head': plan.n_kv_head,
-        'bytes_per_token': kv_bytes / (batch * max_seq_len), 'bytes_per_further_token': further / stride if further % stride else further // stride,
+        'bytes_per_token': kv_bytes / (batch * max_seq_len), 'bytes_per_further_token': further / n,
         'slots': [slot_row(plan, slot, batch, max_seq_len, kv_dtype) for slot in plan.slots],
     }
 

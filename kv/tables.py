@@ -31,7 +31,7 @@ def print_report(numbers: dict, console, title: str) -> None:
         print(f"   ... * dtype {f['dtype']:.3g} = {numbers['kv_ratio_bf16']:.1f}x smaller than "
               'vanilla bfloat16')
     print(f"{numbers['bytes_per_token']:,.1f} bytes per token over {numbers['max_seq_len']:,} "
-          f"tokens; each further token adds {numbers['bytes_per_further_token']:,}")
+          f"tokens; each further token adds {numbers['bytes_per_further_token']:,.10g}")
 
 
 def dtype_table(numbers: dict[str, dict]):

@@ -196,7 +196,8 @@ def engine(config: GPTConfig) -> None:
                      for text, more in zip(texts, expected)]
             for text, more, found in zip(asked, expected, runs.generate(asked, params)):
                 assert not found.error, found.error
-                for one, (token, logprob) in zip(found.logprobs, more[begun:begun + n], strict=True):
+                due = more[begun:begun + n]
+                for one, (token, logprob) in zip(found.logprobs, due, strict=True):
                     assert one.token == token and abs(one.logprob - logprob) < 1e-6, (
                         f'after {len(text)} tokens, {found.n_cached} of them cached: token '
                         f'{one.token} at {one.logprob:.7f}, expected {token} at {logprob:.7f}')

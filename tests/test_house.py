@@ -18,13 +18,13 @@ from lab.ablation.results import CORE
 
 ROOT = Path(__file__).resolve().parents[1]
 # Lines of the core are not limited, since a limit on lines makes lines dense.
-CORE_TOKENS = 16_240
+CORE_TOKENS = 16_255
 
 # The largest number of lines of Python in each room. A change that makes a room smaller lowers its
 # number. These are the sizes of today; the aim is 24,000 lines without tests, 22,500 of tests.
 BUDGETS = {
     'train.py sample.py chat.py serve.py ablate.py bench.py': 1_026,
-    'lab/': 6_848,
+    'lab/': 6_854,
     'serving/': 1_360,
     'interop/': 1_813,
     'training/': 4_299,

@@ -142,7 +142,8 @@ def test_random_configs_conform(seed):
     for _ in range(50):
         config = conform.random_config(rng)
         found = conform.conform(config, [name for name in conform.CHECKS if name != 'resuming'])
-        assert not [f'{name}: {why}' for name, why in found.items() if why and why[0] != '('], config
+        differ = [f'{name}: {why}' for name, why in found.items() if why and why[0] != '(']
+        assert not differ, config
 
 
 def test_the_program(capsys):
