@@ -14,8 +14,7 @@ from kv.slots import GlobalStore
 
 
 class BlockStore(GlobalStore):
-    """Stores the mean of every block of `stride` positions; the last one is overwritten while its
-    block grows."""
+    """Stores the mean of every block of `stride` positions; the last one grows in place."""
 
     def __init__(self, stride: int, *args):
         super().__init__(*args)
@@ -40,8 +39,8 @@ def block_ends(start: int, t: int, stride: int) -> list[int]:
 def extend_means(states, chunks, x, biases) -> torch.Tensor:
     """`running_means` of the new tokens of each row, in a block that may have begun before them.
 
-    states: (rows, Hkv, 1, D), the mean of each row's block, replaced by the one after its last new
-    token. chunks: as in `kv.cache.Step`. x: (B, Hkv, t, D). Returns the same shape.
+    states: (rows, Hkv, 1, D), the mean of each row's block; becomes the one after its last new
+    token. chunks: as in `kv.cache.Step`. x: (B, Hkv, t, D), like the result.
     """
     stride, means = biases.size(1), torch.zeros_like(x)
     for batch, n, rows, start in chunks:

@@ -1,6 +1,7 @@
 """The account of any model's memory: bytes by layer and dtype, what engines allocate, how many
 sequences fit, and what the same model would hold with nanoKV's plan. Torch is needed only where
 transformers builds a model (`kv.models.build`)."""
+import math
 from dataclasses import replace
 
 from config.errors import UserError
@@ -24,8 +25,8 @@ def account(config: dict, batch: int = 1, max_seq_len: int = 4096, kv_dtype: str
     vllm: `page_size`, `step_tokens` of `kv.models.engines.vllm`.
 
     Returns a dict with
-        stores      kind ('full', 'window', 'state'), layers, holds, parts {name: [heads, width]},
-                    states, bytes_per_position, bytes
+        stores      kind ('full', 'window', 'blocks', 'state'), layers, holds, states,
+                    parts {name: [heads, width]}, bytes_per_position, bytes
         bytes, bytes_per_token, bytes_per_further_token   of all stores together
         by_dtype    {kv_dtype: bytes}
         engines     {engine: bytes allocated}; None: not known, or it cannot run the model
@@ -49,13 +50,14 @@ def account(config: dict, batch: int = 1, max_seq_len: int = 4096, kv_dtype: str
     def total(length, stored=kv_dtype, batch=batch):
         return engines.needed(memory, batch, length, stored, dtype)
     nbytes = total(max_seq_len)
+    n = math.lcm(*(store.stride for store in memory.stores))  # a block of each store, or more
     found = {
         'model_type': memory.model_type, 'n_layer': memory.n_layer,
         'defaults': memory.defaults, 'assumed': list(memory.assumed),
         'batch': batch, 'max_seq_len': max_seq_len, 'kv_dtype': kv_dtype, 'dtype': dtype,
         'stores': [_row(store, batch, max_seq_len, kv_dtype, dtype) for store in memory.stores],
         'bytes': nbytes, 'bytes_per_token': nbytes / batch / max_seq_len,
-        'bytes_per_further_token': (total(max_seq_len + 1) - nbytes) // batch,
+        'bytes_per_further_token': (total(max_seq_len + n) - nbytes) / n / batch,
         'by_dtype': {name: total(max_seq_len, name) for name in REPORTED_DTYPES},
         'engines': engines.allocated(memory, batch, max_seq_len, dtype, **vllm)}
     if budget:
@@ -105,4 +107,4 @@ def _row(store: Store, batch: int, length: int, kv_dtype: str, dtype: str) -> di
             'holds': holds, 'parts': {part.name: [part.heads, part.width] for part in store.parts},
             'states': {state.kind: list(state.shape) for state in store.states},
             'bytes_per_position': per_position,
-            'bytes': batch * (holds * per_position + store.states_nbytes(dtype, kv_dtype))}
+            'bytes': batch * (holds * per_position + store.states_nbytes(dtype, kv_dtype, length))}

@@ -12,12 +12,13 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from config.errors import UserError
-from kv.models.memory import (CHUNK, CONV, FULL, RECURRENT, STATE, WINDOW, Memory, Part, State,
-                              Store)
+from kv.models.memory import (BLOCKS, CHUNK, CONV, FULL, RECURRENT, STATE, WINDOW, Memory, Part,
+                              State, Store)
 
 TOKENS = 3
 # attributes of the layers of a cache
-STORED = {'keys', 'values', 'indexer_keys', 'conv_states', 'recurrent_states'}
+STORED = {'keys', 'values', 'indexer_keys', 'conv_states', 'recurrent_states', 'compressed_kv',
+          'buffer_kv', 'buffer_gate', 'overlap_kv', 'overlap_gate'}
 
 
 class WithoutData(TorchDispatchMode):
@@ -56,6 +57,7 @@ def memory_of(given: dict) -> Memory:
         n_layer = max(n_layer, config.num_hidden_layers)
     stores = {i: _store(model, cache, i) for i in range(n_layer)}
     stores = {i: store for i, store in stores.items() if store.parts or store.states}
+    blocks = [store for i, layer in enumerate(cache.layers) for store in _blocks(layer, i)]
     n_shared = getattr(config, 'num_kv_shared_layers', None) or 0
     for i in range(n_layer - n_shared, n_layer):  # each reads the last layer of its kind
         writer = max(j for j in range(n_layer - n_shared)
@@ -70,7 +72,7 @@ def memory_of(given: dict) -> Memory:
     width = max(widths, key=widths.count, default=0)
     if getattr(config, 'kv_lora_rank', None):
         width = config.v_head_dim  # of values made from latents
-    return Memory(tuple(stores.values()), n_layer,
+    return Memory((*stores.values(), *blocks), n_layer,
                   getattr(config, 'num_attention_heads', None) or 0, width, name, tuple(assumed),
                   f'transformers {transformers.__version__}, {type(config).__name__}')
 
@@ -125,7 +127,10 @@ def _store(model, cache, i: int) -> Store:
     config, layer = model.config, cache.layers[i] if i < len(cache.layers) else None
     parts, window = [], getattr(layer, 'sliding_window', None) or 0
     names = ('latent', 'RoPE key') if getattr(config, 'kv_lora_rank', None) else ('K', 'V')
-    for name, tensor in zip(names, (getattr(layer, 'keys', None), getattr(layer, 'values', None))):
+    tensors = [getattr(layer, 'keys', None), getattr(layer, 'values', None)]
+    if getattr(layer, 'compressed_kv', None):  # one tensor
+        names, tensors = ('K = V',), tensors[:1]
+    for name, tensor in zip(names, tensors):
         if tensor is not None and tensor.dim() == 4:
             heads = tensor.shape[1]
             if getattr(config, 'new_decoder_architecture', False):
@@ -152,3 +157,12 @@ def _store(model, cache, i: int) -> Store:
     chunked = i < len(types) and types[i] == 'chunked_attention'
     kind = CHUNK if chunked else WINDOW if window else FULL
     return Store(kind, (i,), tuple(parts), window, tuple(states))
+
+
+def _blocks(layer, i: int) -> list[Store]:
+    """The entries of blocks that layer `i` stores beside its window, as DeepSeek-V4 does."""
+    names = {'compressor': 'entry', 'indexer': 'indexer entry'}
+    overlaps = bool(getattr(layer, 'overlap_kv', None))
+    return [Store(BLOCKS, (i,), (Part(names[name], 1, entries.shape[-1]),), 0, (),
+                  layer.compress_rate, 2 * layer.buffer_kv[name].shape[-1], overlaps)
+            for name, entries in getattr(layer, 'compressed_kv', {}).items()]

@@ -15,7 +15,7 @@ runs.
 from collections import Counter
 from math import ceil
 
-from kv.models.memory import CHUNK, FLOAT32_BYTES, NANOKV, WINDOW, Memory
+from kv.models.memory import BLOCKS, CHUNK, FLOAT32_BYTES, NANOKV, WINDOW, Memory
 
 PAGE_SIZE = 16            # vLLM's block_size on GPUs
 STEP_TOKENS = 8192        # vLLM's max_num_batched_tokens for serving on large GPUs; 2,048 on others
@@ -32,6 +32,8 @@ def allocated(memory: Memory, batch: int, length: int, dtype: str, page_size: in
              'vLLM, decode': vllm(memory, batch, length, dtype, page_size, 1),
              'llama.cpp': llama_cpp(memory, batch, length),
              'llama.cpp --swa-full': llama_cpp(memory, batch, length, swa_full=True)}
+    if any(store.kind == BLOCKS for store in memory.stores):
+        return {name: n if name == 'transformers, dynamic' else None for name, n in found.items()}
     if memory.model_type == NANOKV:
         tied = any(len(store.parts) == 1 for store in memory.stores)  # our plugin stores it twice
         unknown = ('llama.cpp', *['vLLM'] * tied)
@@ -46,7 +48,7 @@ def needed(memory: Memory, batch: int, length: int, kv_dtype: str, dtype: str) -
     kv_dtype: of K and V. dtype: of states that are not always float32.
     """
     return batch * sum(store.positions(length) * store.position_nbytes(kv_dtype)
-                       + store.states_nbytes(dtype, kv_dtype) for store in memory.stores)
+                       + store.states_nbytes(dtype, kv_dtype, length) for store in memory.stores)
 
 
 def transformers(memory: Memory, batch: int, length: int, dtype: str, kind: str) -> int:
@@ -59,7 +61,7 @@ def transformers(memory: Memory, batch: int, length: int, dtype: str, kind: str)
         if store.window and kind == 'dynamic':
             held = min(length, store.window - 1)
         total += (held * store.position_nbytes(dtype)
-                  + store.states_nbytes(dtype, dtype, spare=True))
+                  + store.states_nbytes(dtype, dtype, length, spare=True))
     return batch * total
 
 

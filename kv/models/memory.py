@@ -2,6 +2,7 @@
 
     full      K and V (or a latent) of every position
     window    K and V of the last `window` positions; chunk: of those since the chunk began
+    blocks    an entry for every complete block of `stride` positions (DeepSeek-V4)
     state     arrays whose size does not depend on the length: recurrent states, and the last
               inputs of short convolutions
 
@@ -15,7 +16,7 @@ from typing import NamedTuple
 from config.errors import UserError, shown
 from kv.plan import KV_DTYPES, KVPlan, checked_dtype
 
-FULL, WINDOW, CHUNK, STATE = 'full', 'window', 'chunk', 'state'
+FULL, WINDOW, CHUNK, BLOCKS, STATE = 'full', 'window', 'chunk', 'blocks', 'state'
 CONV, RECURRENT = 'conv', 'recurrent'
 NANOKV = 'nanokv'
 INSTALL = "pip install 'transformers>=5.23'"
@@ -51,27 +52,35 @@ class State:
 
 @dataclass(frozen=True)
 class Store:
-    """What one layer stores. layers: that layer, then those that read its K and V."""
+    """What one layer stores. layers: that layer, then those that read its K and V. stride: tokens
+    for which it has one entry. waiting: numbers kept, in the model's dtype, for each token of the
+    block that has begun; overlaps: and half of them for each token of the block before."""
     kind: str
     layers: tuple[int, ...]
     parts: tuple[Part, ...] = ()
     window: int = 0
     states: tuple[State, ...] = ()
-    stride: int = 1  # tokens that one position stands for
+    stride: int = 1
+    waiting: int = 0
+    overlaps: bool = False
 
     def positions(self, length: int) -> int:
         """Positions needed to go on after `length` tokens."""
-        return min(length, self.window) if self.window else -(-length // self.stride)
+        if self.window:
+            return min(length, self.window)
+        return length // self.stride if self.kind == BLOCKS else -(-length // self.stride)
 
     def position_nbytes(self, kv_dtype: str) -> int:
         """Bytes of one position: elements, and a scale for each head's vector if quantized."""
         element, scale = KV_DTYPES[checked_dtype(kv_dtype)]
         return sum(part.heads * int(part.width * element + scale) for part in self.parts)
 
-    def states_nbytes(self, dtype: str, kv_dtype: str, spare: bool = False) -> int:
-        """Bytes of the states of one sequence. dtype: the model's. spare: with the inputs of
-        convolutions that only transformers keeps."""
-        total = 0
+    def states_nbytes(self, dtype: str, kv_dtype: str, length: int, spare: bool = False) -> int:
+        """Bytes of the states of one sequence of `length` tokens, and of its last block. dtype: the
+        model's. spare: with the inputs of convolutions that only transformers keeps."""
+        total = KV_DTYPES[dtype][0] * self.waiting * (length % self.stride)
+        if self.overlaps and length >= self.stride:
+            total += KV_DTYPES[dtype][0] * self.waiting * self.stride // 2
         for state in self.states:
             size, scale = KV_DTYPES[checked_dtype(kv_dtype if state.of_keys else dtype)]
             if state.float32 or scale:

@@ -11,7 +11,7 @@ def print_account(found: dict, console) -> None:
         f"{found['model_type']}: {found['n_layer']} layers, {found['batch']} x "
         f"{found['max_seq_len']:,} tokens, K and V in {found['kv_dtype']}"))
     print(f"{found['bytes_per_token']:,.1f} bytes per token; each further token adds "
-          f"{found['bytes_per_further_token']:,}\n")
+          f"{found['bytes_per_further_token']:,.10g}\n")
     by_dtype = found['by_dtype']
     print_table(console, table_of(('K and V in', *by_dtype),
                                   [('bytes', *(f'{n:,}' for n in by_dtype.values()))],

@@ -47,6 +47,13 @@ FAMILIES = {
     'glm_moe_dsa, shared': _MLA | _EXPERTS | _INDEXED | dict(indexer_types=['full', 'shared'] * 3),
     'longcat_flash': _MLA | dict(num_layers=3, head_dim=6, ffn_hidden_size=40,
                                  expert_ffn_hidden_size=16, n_routed_experts=4, moe_topk=2),
+    # a window, and entries of blocks
+    'deepseek_v4': _WIDE | _INDEXED | dict(
+        num_key_value_heads=1, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2,
+        q_lora_rank=8, o_groups=2, o_lora_rank=8, sliding_window=6, num_hidden_layers=3,
+        qk_rope_head_dim=4, partial_rotary_factor=0.2, layer_types=[
+            'sliding_attention', 'heavily_compressed_attention', 'compressed_sparse_attention'],
+        compress_rates={'compressed_sparse_attention': 4, 'heavily_compressed_attention': 8}),
     # recurrent states, beside attention in other layers or in the same
     'qwen3_next': _WIDE | _DELTA | dict(moe_intermediate_size=16, num_experts=4,
                                         shared_expert_intermediate_size=16, num_experts_per_tok=2),
