@@ -323,7 +323,10 @@ ABLATE = _keys(
 PER_RUN = ('seed', 'out_dir', 'init_from', 'resume_from', 'eval_only', 'backend', 'memory_report')
 ABLATE_ALL = ABLATE + tuple(key for key in TRAIN if key.name not in PER_RUN)
 
-CONFORM = _keys(('random', 0, 'check so many random configs in place of one')) + SEED
+CONFORM = _keys(
+    ('random', 0, 'check so many random configs in place of one'),
+    ('as_given', False, 'check the config itself, not a small one with the same form of plan'),
+) + SEED
 
 # program -> its keys, in the order of its --help
 PROGRAMS = {'train': TRAIN, 'sample': SAMPLE, 'bench': BENCH, 'chat': CHAT, 'serve': SERVE,

@@ -45,15 +45,18 @@ def convert_weights(weights: dict, old: GPTConfig, new: GPTConfig) -> dict:
         own = [slot.n_kv_head * slot.head_dim] * (2 - slot.tied)
         groups = n_kv_head, slot.n_kv_head // n_kv_head, -1
         prefix = f'transformer.h.{now.index}.attn.'
+        if slot.stride > 1 and now.owns:
+            biases = weights[prefix + 'block_bias']
+            out[prefix + 'block_bias'] = biases.unflatten(0, groups).mean(1).flatten()
         for name in (prefix + 'c_attn.weight', prefix + 'c_attn.bias'):
             if name in weights and was.owns:
                 q, *kv = weights[name].split([q_rows, *own])
                 # (heads * D, ...) -> (new heads * D, ...): the mean over each group of heads
                 pooled = [x.unflatten(0, groups).mean(1).flatten(0, 1) for x in kv if now.owns]
                 out[name] = torch.cat([q, *pooled])
-        if not now.owns:
-            out.pop(prefix + 'k_norm.weight', None)
-    return out
+    with torch.device('meta'):
+        kept = GPT(new).state_dict()  # without what only owners of K and V have
+    return {name: x for name, x in out.items() if name in kept}
 
 
 def check_conversion(old: GPTConfig, new: GPTConfig) -> None:

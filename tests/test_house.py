@@ -24,17 +24,17 @@ CORE_TOKENS = 16_255
 # number. These are the sizes of today; the aim is 24,000 lines without tests, 22,500 of tests.
 BUDGETS = {
     'train.py sample.py chat.py serve.py ablate.py bench.py': 1_026,
-    'lab/': 6_854,
+    'lab/': 6_885,
     'serving/': 1_360,
-    'interop/': 1_811,
+    'interop/': 1_814,
     'training/': 4_299,
     'extension/': 91,
     'engine/': 5_158,
     'attention/': 870,  # without the core, like kv/
     'kv/': 1_381,
     'data/': 2_608,
-    'config/ configurator.py': 2_101,
-    'tests/': 26_603,
+    'config/ configurator.py': 2_104,
+    'tests/': 26_627,
 }
 house = pytest.mark.house
 

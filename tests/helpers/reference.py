@@ -4,6 +4,7 @@ for every faster implementation.
 Nothing here comes from attention/, kv/ or model.py: masks are explicit (T, T) matrices, K/V heads
 are repeated, rotations are complex multiplications, and each layer computes its own kind, window
 and KV owner. """
+import dataclasses
 import math
 
 import torch
@@ -105,6 +106,9 @@ class Reference:
     in the state dict."""
 
     def __init__(self, state, config):
+        for f in dataclasses.fields(config):
+            if 'fast' not in f.metadata['known'] and f.name != 'kv_stride':
+                assert getattr(config, f.name) == f.default, f'{f.name}: the reference lacks it'
         self.state = {name: x.to(torch.float64) for name, x in state.items()}
         self.config = config
         self.head_dim = config.head_dim or config.n_embd // config.n_head

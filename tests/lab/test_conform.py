@@ -20,6 +20,7 @@ from engine.prefix.blocks import BlockCopier
 from kv.cache import KVCache, RaggedToken
 from kv.slots import KVStore, RingStore
 from lab import conform
+from model import GPT
 from tests.helpers.models import FULL_STACK
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,6 +95,15 @@ def forgotten_block(patch):
     patch.setattr(kv.blocks, 'extend_means', extend)
 
 
+def lost_between_segments(patch):
+    plain = GPT._blocks
+
+    def blocks(self, *args, **kwargs):
+        x, kvs = plain(self, *args, **kwargs)
+        return x, {slot: [2 * part for part in kv] for slot, kv in kvs.items()}
+    patch.setattr(GPT, '_blocks', blocks)
+
+
 def turned_back(patch):
     plain = interop.modeling_nanokv.rotate
     patch.setattr(interop.modeling_nanokv, 'rotate', lambda x, cos, sin: plain(x, cos, -sin))
@@ -105,7 +115,7 @@ def turned_back(patch):
     (lost_state, OFFSET, 'engine and prefix cache'), (one_key_more, {}, 'ragged rows'),
     (miscounted, {}, 'bytes'), (wrong_backward, {}, 'gradients'),
     (no_sink, {}, 'training kernels'), (forgotten_block, BLOCKS, 'cache, float64'),
-    (turned_back, {}, 'export')])
+    (lost_between_segments, {}, 'recomputation'), (turned_back, {}, 'export')])
 def test_a_fault_is_found(fault, changes, name, monkeypatch):
     config = conform.reduced(GPTConfig(**vars(CONFIG) | changes))
     if name == 'training kernels' and training.native.library() is None:
@@ -150,6 +160,7 @@ def test_the_program(capsys):
     flags = ['--n_layer=3', '--n_head=2', '--n_embd=16', '--n_kv_head=1', '--layer_pattern=LG']
     conform.main([*flags, '--window_size=4', '--kv_head_pattern=1,2'])
     out = capsys.readouterr().out
+    assert '\n--as_given=True --block_size=51 --n_layer=3 ' in out
     assert out.count('\N{CHECK MARK}') == len(conform.CHECKS) - 1
     assert "(kv_head_pattern='1,2')" in out  # the export
     with pytest.raises(UserError, match='kv_stride=2'):
