@@ -4,7 +4,6 @@ attends to.
 Notation: N parameters, L layers, H query heads, Hkv key/value heads, D head_dim, C n_embd,
 F mlp_hidden, V vocab_size, T sequence length, W window_size. A multiply-add is two FLOPs.
 """
-import functools
 import re
 from typing import NamedTuple
 
@@ -72,7 +71,6 @@ def flops_per_token(model, T: int = 0) -> FlopsPerToken:
     return FlopsPerToken(6 * matrices, attention)
 
 
-@functools.cache
 def mean_keys(T: int, window: int, stride: int = 1) -> float:
     """Return the mean of min(i // stride + 1, W) over T positions i; window 0 = no limit."""
     return sum(min(i // stride + 1, window or T) for i in range(T)) / T

@@ -13,7 +13,7 @@ from attention.cached import TILE, cached_attention, kernel_takes
 from config.errors import UserError
 from engine.pages import chunks
 from engine.pages.table import PageTable
-from kv.blocks import block_ends
+from kv.blocks import BlockStore, block_ends
 from kv.cache import KVCache, Step, on_device, select_rows, slice_tokens
 from kv.plan import GLOBAL, KVPlan, Layer, Slot
 from kv.slots import KVStore
@@ -21,17 +21,8 @@ from kv.slots import KVStore
 PAGE_SIZE = 64
 
 
-class PagedStore(KVStore):
+class PagedStore(BlockStore):
     """The pool of a global slot: (n_pages, Hkv, page_size / stride, D) of K and of V."""
-
-    def __init__(self, stride: int, *args):
-        super().__init__(*args)
-        self.stride = stride
-
-    def write_chunk(self, new, pages, places) -> None:
-        """Write encoded K, V (rows, Hkv, t, D) to the given pages and offsets, (rows * t,) each."""
-        tokens = [x.transpose(1, 2).flatten(0, 1)[:, :, None] for x in new]  # (rows * t, Hkv, 1, D)
-        self.scatter(pages, places, tokens)
 
 
 def table_attention(q, pool, table, kv_lens, sink=None):
@@ -128,7 +119,8 @@ class PagedKVCache(KVCache):
         for (batch, n, _, start), (pages, places) in zip(step.chunks, self._places):
             seen.append(slice_tokens(new, batch, n))
             ends = slice(None) if store.stride == 1 else block_ends(start, n, store.stride)
-            store.write_chunk([x[:, :, ends] for x in seen[-1]], pages, places)
+            entries = [x[:, :, ends].transpose(1, 2).flatten(0, 1) for x in seen[-1]]
+            store.scatter(pages, places, [x[:, :, None] for x in entries])  # (rows * t, Hkv, 1, D)
         return seen
 
     def _chunk_places(self, step, stride):
@@ -192,13 +184,13 @@ class PagedKVCache(KVCache):
 
     def _after_blocks(self, store, appended):
         """The means of each chunk, after those of the complete blocks before its first block."""
-        found = []
-        for (batch, _, _, start), new in zip(self._step.chunks, appended):
-            n, n_pages = start // store.stride, self.table.pages_for(start)
-            pages = [self.table.rows[row][:n_pages] for row in self._step.rows[batch]]
+        found, table, step = [], self.table, self._step
+        for (batch, _, _, start), new in zip(step.chunks, appended):
+            pages = [table.rows[row][:table.pages_for(start)] for row in step.rows[batch]]
             before = (x[on_device(pages, self.device)].transpose(1, 2).flatten(2, 3)
                       for x in store.tensors)
-            found.append([torch.cat([a[:, :, :n], b], dim=2) for a, b in zip(before, new)])
+            found.append([torch.cat([a[:, :, :start // store.stride], b], dim=2)
+                          for a, b in zip(before, new)])
         return found
 
     def _slices(self, step, most: int):
@@ -216,8 +208,7 @@ class PagedKVCache(KVCache):
             a = b
 
     def _table_of(self, step, stride):
-        """Block table (B, n) int32 of the step, padded with -1, and the number of keys in each row,
-        including padding, (B,)."""
+        """Block table (B, n) int32, padded with -1, and the keys of each row, padding too, (B,)."""
         ends = [start + step.t for start in step.starts]
         width, kv_lens = self.table.pages_for(max(ends)), [-(-end // stride) for end in ends]
         rows = [self.table.rows[row][:width] for row in step.rows]

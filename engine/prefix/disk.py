@@ -35,9 +35,9 @@ def fingerprint(model, kv_dtype: str, page_size: int, max_seq_len: int = 0) -> s
     rings = [slot for slot in model.plan.slots if slot.kind == LOCAL]
     if len({slot.window for slot in rings}) > 1:  # whole rings are stored
         known += tuple(slot.capacity(max_seq_len) for slot in rings)
-    known = repr(known)
-    for later in ("window_pattern='', kv_head_pattern='', ", 'kv_stride=1, ', ', stride=1'):
-        known = known.replace(later, '')  # files of versions without these fields stay valid
+    # files of versions without these fields stay valid
+    later = "window_pattern='', kv_head_pattern='', |kv_stride=1, |, stride=1"
+    known = re.sub(later, '', repr(known))
     digest = hashlib.sha256(known.encode())
     for name, x in sorted(model.state_dict().items()):
         for part in parts_of(x):
