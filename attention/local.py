@@ -70,12 +70,7 @@ def masked_attention(q, k, v, window: int, dropout_p: float = 0.0, scale=None) -
     group, t, S = q.size(1) // k.size(1), q.size(2), k.size(2)
     if group == 1 and t == S <= window and not scale:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout_p)
-    return attention_with(dense_mask(t, S, window, q.device), q, k, v, dropout_p, scale)
-
-
-def attention_with(mask, q, k, v, dropout_p: float = 0.0, scale=None) -> torch.Tensor:
-    """Like `masked_attention`, with a mask (t, S) for all heads, True = visible."""
-    mask = mask.repeat(q.size(1) // k.size(1), 1)                            # (H/Hkv * t, S)
+    mask = dense_mask(t, S, window, q.device).repeat(group, 1)               # (H/Hkv * t, S)
     rows = q.reshape(q.size(0), k.size(1), -1, q.size(3))              # (B, Hkv, H/Hkv * t, D)
     return _sdpa(rows, k, v, mask, dropout_p, scale).reshape(q.shape)
 

@@ -213,6 +213,8 @@ class GPTConfig:
                    f'{self.kv_head_pattern!r} has some in a global layer')
         if self.kv_stride > 1:
             refuse('kv_stride', no_global, for_global)
+            refuse('kv_stride', self.kv_stride > self.block_size,
+                   f'must be at most block_size={self.block_size}')
             refuse('kv_stride', rope and fraction, 'the mean of a block has no position: set '
                    f'rope_fraction_global=0 (it is {fraction}) or learned positions')
         refuse('kv_latent', self.kv_latent % D, f'must be a multiple of head_dim={D}')

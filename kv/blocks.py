@@ -8,7 +8,7 @@ means at the ends of blocks are written, and the last one.
 """
 import torch
 
-from attention.blocks import block_attention, running_means
+from attention.blocks import block_attention, running_means, weights_of
 from attention.cached import cached_attention, dequantized
 from kv.slots import GlobalStore
 
@@ -36,14 +36,23 @@ def block_ends(start: int, t: int, stride: int) -> list[int]:
     return [*range(stride - 1 - start % stride, t - 1, stride), t - 1]
 
 
-def extend_means(states, chunks, x, biases) -> torch.Tensor:
+def extend_means(states, step, x, biases) -> torch.Tensor:
     """`running_means` of the new tokens of each row, in a block that may have begun before them.
 
     states: (rows, Hkv, 1, D), the mean of each row's block; becomes the one after its last new
-    token. chunks: as in `kv.cache.Step`. x: (B, Hkv, t, D), like the result.
+    token. step: a `kv.cache.Step`. x: (B, Hkv, t, D), like the result.
     """
     stride, means = biases.size(1), torch.zeros_like(x)
-    for batch, n, rows, start in chunks:
+    if step.t == 1 and not step.uniform:  # all rows at once
+        active = [b for b, n in enumerate(step.lens) if n]
+        rows, places = [step.rows[b] for b in active], [step.starts[b] % stride for b in active]
+        weights = weights_of(biases)
+        share = (weights / weights.cumsum(1))[:, places].transpose(0, 1)[:, :, None]
+        before = states[rows].to(x.dtype)
+        means[active] = before + share * (x[active] - before)  # a share of 1 at place 0
+        states[rows] = means[active].detach().to(states.dtype)
+        return means
+    for batch, n, rows, start in step.chunks:
         place = start % stride
         before = states[rows].to(x.dtype).expand(-1, -1, place, -1)  # in place of its tokens
         found = running_means(torch.cat([before, x[batch, :, :n]], dim=2), biases)

@@ -249,7 +249,7 @@ class KVCache:
         before them: `kv.blocks.extend_means`."""
         from kv.blocks import extend_means
         states = self.begun_blocks[layer.slot].tensors[0]
-        return extend_means(states, self._step.chunks, x, biases)
+        return extend_means(states, self._step, x, biases)
 
     def _append(self, store: KVStore, new):
         """Write encoded K, V of this step. Returns what `_attend` needs of them."""

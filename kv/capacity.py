@@ -88,13 +88,17 @@ def attention_flops(plan: KVPlan, layer: Layer, tokens: int, before: int) -> int
     """FLOPs of a layer's attention for `tokens` queries that follow `before` tokens: 4 * H * width
     per query and visible key. Queries are multiplied with latents directly, so the width is D or
     that of a latent."""
-    def keys(n):  # of n queries from the first: the i-th sees i keys, up to the window size
-        growing = min(n, layer.window or n)
-        blocks, rest = divmod(growing, layer.stride)
-        all_blocks = layer.stride * blocks * (blocks + 1) // 2 + rest * (blocks + 1)
-        return all_blocks + (n - growing) * layer.window
-    width = plan.slots[layer.slot].head_dim
-    return 4 * plan.n_head * width * (keys(before + tokens) - keys(before))
+    n_keys = total_keys(layer, before + tokens) - total_keys(layer, before)
+    return 4 * plan.n_head * plan.slots[layer.slot].head_dim * n_keys
+
+
+def total_keys(layer: Layer, n: int) -> int:
+    """Keys that n queries from the first on see: the i-th sees i keys or their blocks, up to the
+    window size."""
+    growing = min(n, layer.window or n)
+    blocks, rest = divmod(growing, layer.stride)
+    return (layer.stride * blocks * (blocks + 1) // 2 + rest * (blocks + 1)
+            + (n - growing) * layer.window)
 
 
 def prefill_flops(config: GPTConfig, plan: KVPlan, tokens: int, before: int = 0,

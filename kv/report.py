@@ -35,6 +35,7 @@ def slot_row(plan, slot, batch, max_seq_len, kv_dtype) -> dict:
     capacity = slot.capacity(max_seq_len)
     shape = [batch, slot.n_kv_head, capacity, slot.head_dim]
     return {'slot': slot.index, 'kind': slot.kind, 'owner': slot.owner, 'layers': list(slot.layers),
-            'tied': slot.tied, 'latent': slot.latent, 'capacity': capacity, 'shape': shape,
+            'tied': slot.tied, 'latent': slot.latent, 'stride': slot.stride, 'capacity': capacity,
+            'shape': shape,
             'dtype': kv_dtype, 'bytes_per_position': slot.position_nbytes(kv_dtype),
             'bytes': slot.nbytes(batch, max_seq_len, kv_dtype)}

@@ -32,7 +32,6 @@ from serving.replies import ChatReply, Reply
 from serving.watch import CacheEvent, WatchedChatReply, WatchedReply, plan_document
 from serving.worker import Ticket, Worker
 
-PARSERS = 2             # threads that parse and encode requests
 LAST_SEND_TIMEOUT = 1.0  # seconds to send the error that ends a stream; the client may not read it
 STREAM_HEADERS = [(b'content-type', b'text/event-stream'), (b'cache-control', b'no-cache'),
                   (b'x-accel-buffering', b'no')]  # the last is for nginx
@@ -70,7 +69,7 @@ def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequenc
     """
     model = {'id': service.model, 'object': 'model', 'created': service.created,
              'owned_by': 'nanokv'}
-    parsers = anyio.CapacityLimiter(PARSERS)
+    parsers = anyio.CapacityLimiter(2)  # threads that parse and encode requests
 
     async def retrieve_model(request):
         if request.path_params['model'] != service.model:

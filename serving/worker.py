@@ -22,8 +22,7 @@ log = logging.getLogger('nanokv.serving')
 @dataclass(eq=False)
 class Ticket:
     """An HTTP request. asked: each choice's (token ids, params). deliver: must not block. watched:
-    also deliver views of the choices' rows. client, salt: as in `Engine.submit`. submitted:
-    `perf_counter` time."""
+    also deliver views of the choices' rows. client, salt: as in `Engine.submit`."""
     asked: list[tuple[list[int], SamplingParams]]
     deliver: Callable[[list], None]
     watched: bool = False
@@ -206,13 +205,14 @@ class Worker(threading.Thread):
             self._cancel_all(ticket)
 
     def _step(self):
+        preempted = {number: job.request.preempted for number, job in self.engine.jobs.items()}
         self._must_step = False
         try:
             events = self.engine.step()
         except Exception:
             log.exception('an engine step failed; its requests start again')
             self.metrics.failed_steps.inc()
-            return self._count_failures()
+            return self._count_failures(preempted)
         deliveries = defaultdict(list)
         for event in events:
             choice = self._choices.get(event.index)
@@ -254,11 +254,12 @@ class Worker(threading.Thread):
                 return ApiError(400 if choice.refused else 500, event.completion.error)
         return event
 
-    def _count_failures(self):
+    def _count_failures(self, preempted):
         """Handle a failed step, in which the engine preempted all running choices. Of those that
         fail repeatedly without a token in between, end the newest; the rest may then succeed."""
         jobs, choices = self.engine.jobs, self._choices.values()
-        ran = [c for c in choices if c.number not in jobs or jobs[c.number].request.preempted]
+        ran = [c for c in choices if c.number not in jobs
+               or jobs[c.number].request.preempted > preempted.get(c.number, 0)]
         for choice in ran or choices:
             choice.num_failures += 1
         failing = [choice for choice in choices if choice.num_failures > MAX_FAILURES]

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from config.errors import UserError
+from kv.capacity import total_keys
 
 A100_BF16_FLOPS = 312e12
 
@@ -45,7 +46,7 @@ def flops_per_token(model, T: int = 0) -> FlopsPerToken:
                             (H + 2*Hkv [owners only])*D*C + H*D*C + 2*C*F);
                      where K = V, Hkv in place of 2*Hkv; with latents of width dc, dc in place of
                      2*Hkv*D and 2*H*D*dc more in every layer that makes K and V from them
-        attention  12 * H * D * (sum over layers of mean_keys(T, window, stride))
+        attention  12 * H * D * (sum over layers of the mean number of keys that a query sees)
 
     Six is two forward and four backward (the gradients of input and weight each cost as much as the
     forward pass). Twelve is six each for the scores and for the weighted sum of values. The number
@@ -66,14 +67,9 @@ def flops_per_token(model, T: int = 0) -> FlopsPerToken:
                         f'block_size={c.block_size}')
     matrices = sum(p.numel() for name, p in model.named_parameters()  # lm_head is wte
                    if p.dim() == 2 and name != 'transformer.wpe.weight')
-    keys = sum(mean_keys(T, layer.window, layer.stride) for layer in plan.layers)
+    keys = sum(total_keys(layer, T) for layer in plan.layers) / T
     attention = 12 * plan.n_head * plan.head_dim * keys
     return FlopsPerToken(6 * matrices, attention)
-
-
-def mean_keys(T: int, window: int, stride: int = 1) -> float:
-    """Return the mean of min(i // stride + 1, W) over T positions i; window 0 = no limit."""
-    return sum(min(i // stride + 1, window or T) for i in range(T)) / T
 
 
 def achieved(model, sequences: int, dt: float, T: int = 0) -> float:

@@ -15,7 +15,7 @@ runs.
 from collections import Counter
 from math import ceil
 
-from kv.models.memory import BLOCKS, CHUNK, FLOAT32_BYTES, NANOKV, WINDOW, Memory
+from kv.models.memory import CHUNK, FLOAT32_BYTES, NANOKV, WINDOW, Memory
 
 PAGE_SIZE = 16            # vLLM's block_size on GPUs
 STEP_TOKENS = 8192        # vLLM's max_num_batched_tokens for serving on large GPUs; 2,048 on others
@@ -32,8 +32,9 @@ def allocated(memory: Memory, batch: int, length: int, dtype: str, page_size: in
              'vLLM, decode': vllm(memory, batch, length, dtype, page_size, 1),
              'llama.cpp': llama_cpp(memory, batch, length),
              'llama.cpp --swa-full': llama_cpp(memory, batch, length, swa_full=True)}
-    if any(store.kind == BLOCKS for store in memory.stores):
-        return {name: n if name == 'transformers, dynamic' else None for name, n in found.items()}
+    if any(store.stride > 1 for store in memory.stores):
+        known = 'transformers, dynamic' if memory.model_type != NANOKV else ''
+        return {name: n if name == known else None for name, n in found.items()}
     if memory.model_type == NANOKV:
         tied = any(len(store.parts) == 1 for store in memory.stores)  # our plugin stores it twice
         unknown = ('llama.cpp', *['vLLM'] * tied)

@@ -5,6 +5,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attention.masks import dense_mask
 from config.errors import UserError
+from kv.capacity import total_keys
+from kv.plan import Layer
 from model import GPT, GPTConfig
 from tests.helpers.mechanisms import CHANGES, STACK
 from tests.helpers.models import FULL_STACK
@@ -12,7 +14,6 @@ from training.flops import (
     achieved,
     estimate_mfu,
     flops_per_token,
-    mean_keys,
     peak_tflops,
 )
 
@@ -30,9 +31,16 @@ def test_attention_of_windows_by_hand():
 
 @pytest.mark.parametrize('T', [1, 5, 33])
 @pytest.mark.parametrize('window', [0, 1, 5, 40])
-def test_mean_keys_is_the_mean_over_the_mask(T, window):
-    assert mean_keys(T, window) == pytest.approx(dense_mask(T, T, window).sum().item() / T,
-                                                 rel=1e-12)
+def test_keys_are_those_of_the_mask(T, window):
+    layer = Layer(0, 'local' if window else 'global', window, 0, True)
+    assert total_keys(layer, T) == dense_mask(T, T, window).sum().item()
+
+
+@pytest.mark.parametrize('T', [1, 4, 33])
+@pytest.mark.parametrize('stride', [2, 4, 40])
+def test_blocks_are_counted_once(T, stride):
+    keys = sum(i // stride + 1 for i in range(T))
+    assert total_keys(Layer(0, 'global', 0, 0, True, stride), T) == keys
 
 
 SHAPES = {'vanilla': VANILLA, 'full stack': FULL_STACK,
