@@ -67,9 +67,9 @@ def test_a_large_response_is_written_in_a_thread(running, monkeypatch):
 def test_few_requests_are_parsed_at_once(slow):
     server = slow()
     threads = [in_background(lambda: server.complete(seed=1)) for _ in range(6)]
-    eventually(lambda: server.tokenizer.waiting == serving_app.PARSERS)
+    eventually(lambda: server.tokenizer.waiting == 2)
     time.sleep(0.1)
-    assert server.tokenizer.waiting == serving_app.PARSERS
+    assert server.tokenizer.waiting == 2
     server.tokenizer.go.set()
     for thread in threads:
         thread.join()
