@@ -275,21 +275,25 @@ def recomputed(config: GPTConfig) -> None:
 
 
 def kernels(config: GPTConfig) -> None:
-    """Training with the C++ kernels gives the losses and gradients of plain torch."""
+    """Training with the C++ kernels gives float64's loss and gradients, as closely as plain torch
+    in float32."""
     if native.library() is None:
         raise Refused('no C++ compiler')
     if config.kv_quant_train:
         raise Refused("kv_quant_train='int8': a value between two steps may go either way")
-    plain, idx = random_model(config, torch.float32), tokens(2, config.block_size)
-    fast, x, y = copy.deepcopy(plain), idx[:, :-1], idx[:, 1:]
+    exact, plain = random_model(config), random_model(config, torch.float32)
+    fast, idx = copy.deepcopy(plain), tokens(2, config.block_size)
     native.speed_up(fast)
-    losses = [model(x, y)[1] for model in (plain, fast)]
+    losses = [model(idx[:, :-1], idx[:, 1:])[1] for model in (exact, plain, fast)]
     for loss in losses:
         loss.backward()
-    assert abs(losses[0] - losses[1]) < 1e-5, f'losses {losses[0].item()} and {losses[1].item()}'
-    for (name, p), q in zip(plain.named_parameters(), fast.parameters()):
-        share = ((p.grad - q.grad).norm() / max(1e-2, p.grad.norm())).item()
-        assert share <= 1e-3, f'{name}: gradients differ by {share:.2g} of their norm'
+    assert abs(losses[0] - losses[2]) < 1e-4, f'losses {losses[0].item()} and {losses[2].item()}'
+    for (name, p), *others in zip(exact.named_parameters(), plain.parameters(), fast.parameters()):
+        of_plain, of_fast = (((q.grad - p.grad).norm() / max(1e-2, p.grad.norm())).item()
+                             for q in others)
+        assert of_fast <= 1e-3 + 4 * of_plain, (
+            f'{name}: gradients differ by {of_fast:.2g} of their norm, those of torch by '
+            f'{of_plain:.2g}')
 
 
 @torch.no_grad()
@@ -313,13 +317,14 @@ def cpp_step(config: GPTConfig) -> None:
 def exported(config: GPTConfig) -> None:
     """The class for transformers gives the same logits, or the export refuses a field by name."""
     from interop.export import hf_model
-    model = random_model(config, torch.float32)
+    model = random_model(config)
     try:
-        hf = hf_model(model)
+        hf = hf_model(model, torch.float64)
     except UserError as e:
         raise Refused(str(e).partition(' is not supported')[0]) from e
     idx = tokens(BATCH, config.block_size)
-    check(hf(idx).logits, model(idx, all_logits=True)[0], 'a sequence', 1e-3)
+    limit = 0.1 if config.kv_quant_train else 1e-4  # softmax is in float32 there
+    check(hf(idx).logits, model(idx, all_logits=True)[0], 'a sequence', limit)
 
 
 def resumed(config: GPTConfig) -> None:

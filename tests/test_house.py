@@ -24,7 +24,7 @@ CORE_TOKENS = 16_210
 # number. These are the sizes of today; the aim is 24,000 lines without tests, 22,500 of tests.
 BUDGETS = {
     'train.py sample.py chat.py serve.py ablate.py bench.py': 1_026,
-    'lab/': 6_888,
+    'lab/': 6_893,
     'serving/': 1_360,
     'interop/': 1_814,
     'training/': 4_293,
