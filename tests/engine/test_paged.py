@@ -12,6 +12,7 @@ from engine.pages.cache import PagedKVCache, PagedStore, table_attention
 from engine.pages.table import OutOfPages, page_nbytes, rows_nbytes
 from engine.steps.static import put
 from kv.plan import GLOBAL, KV_DTYPES, plan_kv
+from tests.helpers.mechanisms import MECHANISMS
 from tests.helpers.models import (
     FULL_STACK, chunkings, configs, feed, max_gap, random_model, tokens)
 from tests.helpers.reference import dense_attention
@@ -177,6 +178,12 @@ def test_allocated_equals_planned_for_any_plan(config, batch, room, kv_dtype, n_
     assert allocated == cache.nbytes == page_nbytes(plan, page_size, kv_dtype) * n_pages + rings
     assert cache.held_nbytes == rings
     assert rings + batch * page_nbytes(plan, room, kv_dtype) == plan.nbytes(batch, room, kv_dtype)
+
+
+def test_a_page_holds_whole_blocks():
+    plan = plan_kv(GPTConfig(**MECHANISMS['blocks']))
+    with pytest.raises(UserError, match='page_size=8: must be a multiple of kv_stride=3'):
+        PagedKVCache(plan, 1, 8, 2, page_size=8)
 
 
 def test_fill_takes_pages_for_every_row_or_is_an_error_that_a_reset_mends():
