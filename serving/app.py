@@ -220,7 +220,10 @@ class Generation:
         views = [event for _, event in items if isinstance(event, RowView)]
         for choice, event in items:
             if isinstance(event, ApiError):
-                raise event
+                if not documents:
+                    raise event
+                self.inbox.put_nowait([(choice, event)])  # once these are sent
+                break
             if not isinstance(event, RowView):
                 self.first_event = self.first_event or time.perf_counter()
                 documents += self.reply.take(choice, event)
@@ -235,8 +238,7 @@ class Generation:
         encode = json.JSONEncoder().iterencode
         text = await anyio.to_thread.run_sync(lambda: ''.join(encode(self.reply.document())))
         self.started = True
-        response = Response(text, media_type='application/json')
-        await response(self.scope, self.receive, self.send)
+        await Response(text, media_type='application/json')(self.scope, self.receive, self.send)
 
     async def _stream(self):
         """Server-sent events. The head waits for the first event: an error changes its status."""

@@ -47,9 +47,7 @@ class Reply:
 
     def last(self) -> list[dict]:
         """Documents to stream after all events."""
-        if not self.request.include_usage:
-            return []
-        return [self._document(self.piece, [], usage=self.usage())]
+        return [self._document(self.piece, [], self.usage())] if self.request.include_usage else []
 
     def document(self) -> dict:
         """The complete response."""

@@ -262,10 +262,10 @@ class Worker(threading.Thread):
                or jobs[c.number].request.preempted > preempted.get(c.number, 0)]
         for choice in ran or choices:
             choice.num_failures += 1
-        failing = [choice for choice in choices if choice.num_failures > MAX_FAILURES]
+        failing = [choice.number for choice in choices if choice.num_failures > MAX_FAILURES]
         if failing:
-            newest = max(failing, key=lambda choice: choice.number)
-            self._fail(newest, ApiError(500, 'the model failed on this request'))
+            error = ApiError(500, 'the model failed on this request')
+            self._fail(self._choices[max(failing)], error)
 
 
 def most_choices(rows: int, max_waiting: int) -> int:

@@ -1,7 +1,9 @@
 """The stream of cache events: each states what the engine and its tensors hold at that moment."""
 import asyncio
+import itertools
 import json
 from collections import defaultdict
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -31,6 +33,17 @@ def watch(server, path=WATCHED, **fields):
     response = server.client.post(path, json=dict(stream=True, seed=1) | fields)
     assert response.status_code == 200, response.text
     return response.text
+
+
+@contextmanager
+def not_finite(when):
+    """Logits are NaN while `when()`."""
+    hook = MODEL.register_forward_hook(
+        lambda module, args, out: (out[0] * float('nan'), out[1]) if when() else None)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def test_the_plan_document_is_the_plans_arithmetic(serve):
@@ -234,17 +247,32 @@ def test_a_failed_step_and_an_error_within_a_stream(serve, unlimited, monkeypatc
     assert [event['done'] for event in events] == [False] * (len(events) - 1) + [True]
     assert_free(server.worker)
     steps.clear()
-    hook = MODEL.register_forward_hook(
-        lambda module, args, out: (out[0] * float('nan'), out[1]) if len(steps) > 1 else None)
-    try:
+    with not_finite(lambda: len(steps) > 1):
         response = server.client.post(WATCHED, json=dict(prompt=TEXT[3:43], stream=True))
-    finally:
-        hook.remove()
     events, rest = read(response.text)
     assert response.status_code == 200 and 'not finite' in rest and '[DONE]' not in rest
     assert events and not any(event['done'] for event in events)
     assert 'TTFT' not in server.logged[-1]  # a cache event is no token
     assert_free(server.worker)
+
+
+def test_tokens_that_come_with_an_error_precede_it(serve, monkeypatch):
+    """The event loop was busy, and finds both at once."""
+    server, next_documents = serve(), Generation._next_documents
+
+    async def late(self):
+        while not self.started and (self.inbox.empty() or server.engine.n_unfinished):
+            await asyncio.sleep(0.01)
+        return await next_documents(self)
+    monkeypatch.setattr(Generation, '_next_documents', late)
+    monkeypatch.setattr(server.engine, 'fast_decode', None)
+    steps = itertools.count()
+    with not_finite(lambda: next(steps) > 3):
+        response = server.client.post(COMPLETIONS, json=dict(prompt='abc', stream=True, seed=1))
+    *texts, error, _ = response.text.split('\n\n')
+    assert response.status_code == 200 and 'not finite' in error
+    assert ''.join(json.loads(text.removeprefix('data: '))['choices'][0]['text']
+                   for text in texts) == expected('abc', seed=1).text[:4]
 
 
 def test_unwatched_requests_take_no_view(serve, unlimited, monkeypatch):
