@@ -68,8 +68,7 @@ class TokenBatches:
     def _windows(self, split, offsets):
         tokens = self.tokens[split]
         windows = [tokens.window(i, self.block_size + 1) for i in offsets.tolist()]
-        rows = np.stack(windows, dtype=np.int64)
-        rows = torch.from_numpy(rows)
+        rows = torch.from_numpy(np.stack(windows, dtype=np.int64))
         return on_device((rows[:, :-1].contiguous(), rows[:, 1:].contiguous()), self.device)
 
 
@@ -125,10 +124,9 @@ def open_meta(s, data_root: Path) -> dict | None:
     return read_meta(ensure_dataset(s.dataset, data_root))
 
 
-def open_batches(s, data_root: Path, device: torch.device, generator: torch.Generator,
-                 rank: int = 0, world_size: int = 1, vocab_size: int = 0):
-    """Open the batches given by the settings, for one of `world_size` processes."""
-    share, task = (s.batch_size, device, generator, rank, world_size), task_of(s)
+def open_batches(s, data_root: Path, ranks, generator: torch.Generator, vocab_size: int):
+    """Open the batches given by the settings, for one of the `Ranks`."""
+    share, task = (s.batch_size, ranks.device, generator, ranks.rank, ranks.world_size), task_of(s)
     seed = s.seed if s.data_seed < 0 else s.data_seed
     if task:
         if s.data_order != 'random':

@@ -1,5 +1,5 @@
 """One training run: its model, optimizer, data position and counters, and one iteration of it."""
-import contextlib
+import itertools
 from pathlib import Path
 
 import torch
@@ -84,8 +84,7 @@ class Run:
         generator.set_state(torch.get_rng_state())
         if s.data_seed >= 0:
             generator.manual_seed(s.data_seed)
-        self.batches = open_batches(s, data_root, self.device, generator, ranks.rank,
-                                    ranks.world_size, self.model.config.vocab_size)
+        self.batches = open_batches(s, data_root, ranks, generator, self.model.config.vocab_size)
         torch.manual_seed(s.seed + ranks.rank)  # dropout
 
     def _prepare_model(self, empty):
@@ -271,14 +270,17 @@ class Run:
         """Return the mean loss of each split over fixed windows, divided among the ranks; None if a
         stop was requested."""
         self.compiled.eval()
-        means = {}
+        means, n = {}, -(-self.s.eval_iters // self.ranks.world_size)  # batches per rank
         for split in ('train', 'val'):
             total = count = 0
-            for x, y, counts in self._evaluation(split):
+            batches = self.batches.evaluation(split, self.s.eval_iters, self.s.seed)
+            # sharded parameters are gathered by all ranks, or by none: a rank without a batch left
+            # evaluates another one that does not count
+            for _, batch in itertools.zip_longest(range(n), batches):
                 with self.autocast:
-                    total += counts * self.compiled(x, y)[1].item()
-                count += counts
-                # sharded parameters are gathered by all ranks, or by none
+                    loss = self.compiled(*(batch or self.batch))[1].item()
+                if batch:
+                    total, count = total + loss, count + 1
                 if self.ranks.any(stop) if self.sharded else stop:
                     break
             total, count, stopped = self.ranks.sum([total, count, float(bool(stop))])
@@ -286,16 +288,6 @@ class Run:
                 return None
             means[split] = total / count
         return means
-
-    def _evaluation(self, split):
-        """Yield (x, y, 1) for this rank's batches, then (x, y, 0) so that ranks stay in step."""
-        n, x, y = 0, *self.batch
-        for x, y in self.batches.evaluation(split, self.s.eval_iters, self.s.seed):
-            n += 1
-            yield x, y, 1
-        if self.sharded:
-            for _ in range(-(-self.s.eval_iters // self.ranks.world_size) - n):
-                yield x, y, 0
 
     def step(self):
         """Run one iteration: forward and backward over this rank's micro-batches, clip, update.
@@ -309,11 +301,11 @@ class Run:
         if self.z_loss_scale is not None:
             self.z_loss_scale.copy_(self.scaler.scale(self.update.one) / n)
         for k in range(n):
-            with self._sync_gradients(k == n - 1):
-                with self.autocast:
-                    loss = propagate_nonfinite(self.trained(*self.batch)[1] / n)
-                self.batch = self.batches.next()  # while the device is busy with the forward pass
-                self.scaler.scale(loss).backward()
+            self._sync_gradients(k == n - 1)
+            with self.autocast:
+                loss = propagate_nonfinite(self.trained(*self.batch)[1] / n)
+            self.batch = self.batches.next()  # while the device is busy with the forward pass
+            self.scaler.scale(loss).backward()
         loss = loss.detach() * n
         self.update(self.iter_num, loss)
         # reading the counts waits for the device unless it is the CPU
@@ -348,9 +340,8 @@ class Run:
         """Average gradients over the ranks only in an iteration's last backward pass."""
         if self.sharded:
             self.model.set_requires_gradient_sync(last)
-        elif self.ranks.world_size > 1 and not last:
-            return self.trained.no_sync()
-        return contextlib.nullcontext()
+        elif self.ranks.world_size > 1:
+            self.trained.require_backward_grad_sync = last  # what DDP's no_sync() sets, too
 
 
 def prepare(model, n_positions: int) -> None:

@@ -12,8 +12,6 @@ from training.device import check_seed
 from training.int8_training import int8_linear
 from training.optim import check_optimizer, cooldown
 
-MOST_AHEAD = 64  # batches
-
 
 def check_settings(s, data_root: Path) -> None:
     """Raise UserError if two settings contradict each other, or one is out of range."""
@@ -38,8 +36,8 @@ def check_settings(s, data_root: Path) -> None:
     if s.recompute == 'offload' and s.compile:
         raise UserError("recompute='offload' moves tensors in ways that torch.compile does not "
                         'know: give --compile=False')
-    if s.data_prefetch > MOST_AHEAD:
-        raise UserError(f'data_prefetch={s.data_prefetch}: at most {MOST_AHEAD} batches ahead')
+    if s.data_prefetch > 64:
+        raise UserError(f'data_prefetch={s.data_prefetch}: at most 64 batches ahead')
     check_optimizer(s)
     if s.int8_training and s.int8_forward:
         raise UserError('int8_training=True and int8_forward=True round the same matmuls in two '

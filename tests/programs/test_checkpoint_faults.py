@@ -101,20 +101,9 @@ def full_disk(*_):
     raise OSError(28, 'No space left on device')
 
 
-@pytest.mark.parametrize('room', [0, 50_000])
-def test_a_full_disk_is_named_and_the_previous_checkpoint_is_whole(tmp_path, room):
-    """torch's own error message is about positions in the file."""
-    path = tmp_path / 'ckpt.pt'
-    save_checkpoint(path, {'a': torch.zeros(10)})
-    before = contents(tmp_path)
-    message = f'cannot write checkpoint {path}: .*File too large$'
-    with size_limit(room), pytest.raises(UserError, match=message):
-        save_checkpoint(path, {'a': torch.zeros(100_000), 'b': torch.ones(1000)})
-    assert contents(tmp_path) == before
-
-
 def test_a_disk_that_fills_up_ends_the_run_with_what_it_has(tmp_path, at_step, val_losses, capsys):
-    """No best or numbered checkpoint is renamed before the new one is complete."""
+    """No best or numbered checkpoint is renamed before the new one is complete. torch's own error
+    message is about positions in the file."""
     val_losses[6] = 1.0
     settings = dict(eval_interval=2, keep_checkpoints=2)
     with contextlib.ExitStack() as stack:
@@ -131,7 +120,6 @@ def test_a_disk_that_fills_up_ends_the_run_with_what_it_has(tmp_path, at_step, v
 
 @pytest.mark.parametrize('name, named', [
     ('', 'No space left on device; this run has no earlier one$'),
-    ('ckpt.pt', 'that of iteration 6 is kept, go on with --init_from=resume$'),
     ('ckpt_0000002.pt', 'ckpt_0000002.pt of iteration 2 is kept, go on with --init_from=resume '
                         '--resume_from=ckpt_0000002.pt$')])
 def test_a_full_disk_names_the_checkpoint_to_go_on_from(tmp_path, monkeypatch, name, named):
@@ -158,8 +146,10 @@ def test_two_interrupts_while_writing_leave_the_previous_checkpoint(tmp_path, mo
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
     monkeypatch.setattr(torch, 'save', interrupted)
+    handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         run_train(tmp_path, init_from='resume', max_iters=9)
+    assert signal.getsignal(signal.SIGINT) is handler
     assert run.path.read_bytes() == before
     assert contents(tmp_path).keys() == {'ckpt.pt', 'metrics.jsonl'}
 

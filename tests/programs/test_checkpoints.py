@@ -60,12 +60,14 @@ def test_checkpoints_of_another_run_are_neither_deleted_nor_replaced(
     run_train(tmp_path, **FEW | dict(eval_interval=3), max_iters=6)
     before = contents(tmp_path)
     run_train(tmp_path, **FEW | dict(checkpoint_interval=4), max_iters=20, seed=2)
+    assert capsys.readouterr().out.count(f'kept as {tmp_path}/ckpt_old.pt') == 1
+    assert contents(tmp_path)['metrics_old.jsonl'] == before['metrics.jsonl']
+    assert [row['iter'] for row in metrics(tmp_path)] == list(range(21))
     run_train(tmp_path, max_iters=1, eval_interval=1, seed=3)
     assert kept(tmp_path) == {
         'ckpt.pt': 1, 'ckpt_old2.pt': 20, 'ckpt_old_0000012.pt': 12, 'ckpt_old_0000016.pt': 16,
         'ckpt_old.pt': 6, 'ckpt_old_best.pt': 3, 'ckpt_old_0000003.pt': 3,
         'ckpt_old_0000004.pt': 4}
-    assert f'kept as {tmp_path}/ckpt_old_best.pt' in capsys.readouterr().out
     after = contents(tmp_path)
     for name in before.keys() - {'metrics.jsonl'}:
         assert after[name.replace('ckpt', 'ckpt_old')] == before[name]

@@ -1,6 +1,5 @@
 """parallel='fsdp': the same losses as one process; checkpoints for any number of processes."""
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from config.errors import UserError
 from tests.helpers.mechanisms import CHANGES
 from tests.programs.support import FULL_STACK, VANILLA, load, metrics, run_sample, run_train
 from tests.programs.test_distributed import SHORT_STACK, SIX_STEPS, assert_same_losses, run
-from training import checkpoint, fsdp, shards
+from training import checkpoint, shards
 from training.checkpoint import load_checkpoint
 
 FSDP = dict(parallel='fsdp')
@@ -142,12 +141,9 @@ def test_a_checkpoint_that_cannot_be_written_leaves_no_shards(tmp_path, monkeypa
     assert not (tmp_path / 'part').exists()
 
 
-@pytest.mark.parametrize('settings, named', [
-    (dict(optimizer='adamw8bit'), 'adamw8bit'), (dict(offload_optimizer=True), 'offload_optimizer'),
-    (dict(dtype='float16'), 'float16'), (dict(recompute='auto'), 'auto'),
-    (dict(memory_report=True), 'memory_report')])
-def test_settings_that_exclude_it(settings, named):
-    usual = dict(optimizer='adamw', offload_optimizer=False, recompute='none', memory_report=False)
-    with pytest.raises(UserError, match=named):
-        fsdp.check(SimpleNamespace(**usual | settings),
-                   getattr(torch, settings.get('dtype', 'float32')))
+@pytest.mark.parametrize('name, value', dict(
+    optimizer='adamw8bit', offload_optimizer=True, dtype='float16', recompute='auto',
+    memory_report=True).items())
+def test_settings_that_exclude_it(tmp_path, name, value):
+    with pytest.raises(UserError, match=f"{name}={value!r}.* not go with *parallel='fsdp'"):
+        run_train(tmp_path, parallel='fsdp', **{name: value})

@@ -13,10 +13,7 @@ from tests.programs.support import (
     VANILLA,
     contents,
     flags,
-    load,
     metrics,
-    no_links,
-    raise_signal,
     run_train,
     start_program,
 )
@@ -46,19 +43,6 @@ def test_evaluating_alone_writes_nothing(old, capsys, monkeypatch, interrupted, 
     out = capsys.readouterr().out
     assert out.count('\nstep ') == out.count(f'\nstep {iteration}:') == 1 - interrupted
     assert '\niter ' not in out and contents(old) == before
-
-
-def test_a_run_from_scratch_keeps_the_old_one_once(old, at_step, monkeypatch, capsys):
-    before = contents(old)
-    monkeypatch.setattr(os, 'link', no_links)
-    at_step(12, raise_signal(signal.SIGINT))
-    run_train(old, always_save_checkpoint=False)
-    after = contents(old)
-    assert after['ckpt_old.pt'] == before['ckpt.pt']
-    assert after['metrics_old.jsonl'] == before['metrics.jsonl']
-    assert load(old / 'ckpt.pt')['iter_num'] == 13
-    assert [row['iter'] for row in metrics(old)] == list(range(13))
-    assert capsys.readouterr().out.count(f'kept as {old}/ckpt_old.pt') == 1
 
 
 def test_resuming_with_another_shape_keeps_the_original(old):

@@ -1,4 +1,5 @@
 """Interrupted and resumed training equals uninterrupted training, bit for bit on a CPU."""
+import functools
 import os
 import shutil
 import signal
@@ -62,7 +63,11 @@ def check_resume(tmp_path, at_step, final_weights):
     (VANILLA, dict(stop=0)),
     (VANILLA, dict(stop=10)),
     (VANILLA, dict(stop=18, grad_clip=0.0, decay_lr=False)),
-    (VANILLA, dict(dtype='float16')),
+    (VANILLA, dict(data_order='sequential', data_prefetch=0, then=dict(data_prefetch=7))),
+    (VANILLA, dict(data_order='shuffled', data_prefetch=7, then=dict(data_prefetch=0))),
+    (dict(FULL_STACK, n_embd=64), dict(then=dict(offload_optimizer=True))),
+    (dict(FULL_STACK, n_embd=64), dict(offload_optimizer=True,
+                                       then=dict(offload_optimizer=False))),
     (FULL_STACK, dict(then=dict(eval_interval=3, eval_iters=5))),
     (FULL_STACK, dict(int8_training=True)),
     (FULL_STACK, dict(optimizer='muon', lr_schedule='wsd')),
@@ -75,24 +80,20 @@ def check_resume(tmp_path, at_step, final_weights):
                  marks=pytest.mark.slow),
     *(pytest.param(FULL_STACK, dict(recompute=policy), marks=pytest.mark.slow)
       for policy in ('offload', 'mlp', 'every:3', 'sqrt'))])
-def test_resumed_is_uninterrupted(check_resume, config, settings):
+def test_resumed_is_uninterrupted(check_resume, config, settings, capsys):
     check_resume(config, **settings)
+    on_host = 'offload_optimizer' in {*settings, *settings.get('then', ())}
+    assert ('using AdamW on the host' in capsys.readouterr().out) == on_host
 
 
-def test_the_loss_scale_goes_on_where_it_stood(tmp_path, monkeypatch, at_step):
+def test_the_loss_scale_goes_on_where_it_stood(check_resume, tmp_path, monkeypatch):
     """A scale that starts too high overflows, is halved, and must not start too high again."""
-    plain = torch.amp.GradScaler
-
-    def scaler(device, **kwargs):
-        return plain(device, init_scale=2.0 ** 28, **kwargs)
+    scaler = functools.partial(torch.amp.GradScaler, init_scale=2.0 ** 28)
     monkeypatch.setattr(torch.amp, 'GradScaler', scaler)
-    run_train(tmp_path / 'whole', dtype='float16')
-    at_step(12, raise_signal(signal.SIGTERM))
-    run = run_train(tmp_path / 'parts', dtype='float16')
-    assert 2.0 ** 15 < load(run.path)['scaler']['scale'] < 2.0 ** 28
-    assert run.rows[-1]['loss'] < run.rows[0]['loss'] - 0.1  # a working scale was found
-    run_train(tmp_path / 'parts', dtype='float16', init_from='resume')
-    assert losses(tmp_path / 'parts') == losses(tmp_path / 'whole')
+    check_resume(VANILLA, stop=12, dtype='float16')
+    rows = metrics(tmp_path / 'parts')
+    assert 2.0 ** 15 < rows[12]['loss_scale'] < 2.0 ** 28
+    assert rows[12]['loss'] < rows[0]['loss'] - 0.1  # a working scale was found
 
 
 def test_a_signal_during_an_evaluation_ends_it_without_a_partial_mean(

@@ -11,7 +11,6 @@ from config.errors import UserError
 from tests.programs.support import (
     BOTH,
     FULL_STACK,
-    HARD,
     VANILLA,
     load,
     losses,
@@ -56,23 +55,6 @@ def test_another_optimizer_without_a_step_and_muon_with_a_shorter_context(tmp_pa
     assert len(after['optimizer']['state']) == len(before) - 1
 
 
-def test_a_run_goes_on_with_its_optimizer_on_the_host(tmp_path, capsys):
-    config = dict(FULL_STACK, n_embd=64, eval_interval=4)
-    whole, parts = tmp_path / 'whole', tmp_path / 'parts'
-    run_train(whole, config, max_iters=8)
-    run_train(parts, config, max_iters=4)
-    capsys.readouterr()
-    run_train(parts, config, max_iters=8, init_from='resume', offload_optimizer=True)
-    out = capsys.readouterr().out
-    assert 'using AdamW on the host' in out
-    assert re.search(r'optimizer 0.* \(and .* on the host\)', out)
-    run_train(parts, config, max_iters=10, init_from='resume', offload_optimizer=True)
-    run_train(whole, config, max_iters=10, init_from='resume')
-    for folder in (whole, parts):  # and back
-        run_train(folder, config, max_iters=12, init_from='resume')
-    assert losses(whole) == losses(parts)
-
-
 @pytest.mark.slow
 def test_what_was_trained_with_8_bits_is_sampled_without_torchao(tmp_path, monkeypatch, capsys):
     run_train(tmp_path, WIDE, max_iters=2, eval_interval=2, optimizer='adamw8bit')
@@ -108,15 +90,6 @@ def test_with_a_data_seed_batches_do_not_depend_on_the_weights(tmp_path, monkeyp
             (1, {}), (1, {}), (3, {})]))
     assert torch.equal(given, larger) and not torch.equal(given, other)
     assert torch.equal(none, again) and not torch.equal(none, none_larger)
-
-
-@pytest.mark.parametrize('order', ['random', 'sequential', 'shuffled'])
-def test_a_run_goes_on_in_its_order_however_many_batches_were_ahead(tmp_path, order):
-    config = dict(VANILLA, data_order=order, **HARD)
-    run_train(tmp_path / 'whole', config, max_iters=9, data_prefetch=0)
-    run_train(tmp_path / 'parts', config, max_iters=4, data_prefetch=7)
-    run_train(tmp_path / 'parts', config, max_iters=9, data_prefetch=2, init_from='resume')
-    assert losses(tmp_path / 'whole') == losses(tmp_path / 'parts')
 
 
 # -- int8 ------------------------------------------------------------------------------------------
