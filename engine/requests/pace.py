@@ -13,8 +13,8 @@ LATER = 24  # steps after which unused room is lost
 
 
 class Pace:
-    """Keeps steps with prompt tokens at about `slowdown` times the duration of those without; if
-    more rows compute prompts than decode, in proportion longer.
+    """Keeps steps with prompt tokens at about `slowdown` times the duration of those without. Each
+    further prompt adds as much, since otherwise prompts would queue while few rows decode.
 
     What the last steps left unused is for prompts that end by it: they delay the others once, not
     in each of many steps.
@@ -27,12 +27,11 @@ class Pace:
         self._unused = deque(maxlen=LATER)  # tokens
         self._per_token, self._decode = deque(maxlen=STEPS), deque(maxlen=STEPS)  # seconds
 
-    def room(self, decoding: int, prompts: int = 1) -> int:
-        """Prompt tokens for the next step, with so many decoding rows, and rows that compute
-        prompts."""
-        if not (decoding and self._per_token and self._decode):
+    def room(self, prompts: int = 1) -> int:
+        """Prompt tokens for the next step, in which rows decode and so many compute prompts."""
+        if not (self._per_token and self._decode):
             return self.most
-        seconds = (self.slowdown - 1) * median(self._decode) * max(1.0, prompts / decoding)
+        seconds = (self.slowdown - 1) * median(self._decode) * max(1, prompts)
         return min(self.most, max(LEAST, int(seconds / median(self._per_token))))
 
     @property

@@ -111,7 +111,7 @@ class Scheduler:
         decode = self._reserve_decoding()
         self.room = self.prefill_chunk if decode else self.alone
         if self.pace and decode:
-            self.room = self.pace.room(len(decode), len(self.running) - len(decode))
+            self.room = self.pace.room(len(self.running) - len(decode))
         self._admit()
         work = Work(self._chunks(), decode)
         if self.pace and decode:

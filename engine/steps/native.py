@@ -19,9 +19,10 @@ from model import GPT
 
 ACTIVATIONS = {'exact': native.GELU_EXACT, 'tanh': native.GELU_TANH, 'relu2': native.RELU2}
 MULTIPLE = 8  # widths must be multiples of it: half a vector
-# Tokens up to which a step is taken instead of torch with the extension's attention, GELU and
-# matmuls (measured with 37M parameters on 2 AVX-512 cores, and with 124M on AVX2).
-FEW = 48
+# Tokens of prompts up to which a step is taken instead of torch with the extension's attention,
+# GELU and matmuls (measured with 37M parameters on 2 AVX-512 cores, and with 124M on AVX2); and
+# beside decoding rows, which otherwise read the weights once more, as each prompt does.
+FEW, FEW_BESIDE = 48, 256
 
 
 def native_decode(model: GPT, cache: KVCache) -> 'NativeDecode | None':
@@ -68,7 +69,7 @@ class NativeDecode:
 
     def __init__(self, model: GPT, cache: KVCache):
         self.cache, self.vocab_size = cache, model.config.vocab_size
-        self.most_tokens = FEW
+        self.most_tokens, self.most_beside = FEW, FEW_BESIDE
         self._kept = []  # tensors whose addresses are in the structs
         self._model = self._describe(model)
         self._logits = torch.empty(cache.batch_size, self.vocab_size)

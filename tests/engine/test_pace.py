@@ -39,27 +39,27 @@ def test_tokens_beside_a_decoding_row_are_those_that_the_measured_times_allow(sl
     pace = Pace(256, slowdown)
     for name, *args in calls:
         getattr(pace, name)(*args)
-    assert pace.room(1) == expected and pace.room(0) == 256
+    assert pace.room() == expected
 
 
-def test_time_is_divided_as_rows_are_when_more_compute_prompts_than_decode():
+def test_each_prompt_has_as_much_of_a_step():
     pace = Pace(256, 3.0)
     pace.decoded(0.01)
     pace.prefilled(100, 0.1)
-    assert [pace.room(4, n) for n in (0, 1, 4, 8, 12)] == [20, 20, 20, 40, 60]
+    assert [pace.room(n) for n in (0, 1, 4, 8, 99)] == [20, 20, 80, 160, 256]
 
 
-def test_the_scheduler_counts_rows_that_decode_and_that_compute_prompts():
+def test_the_scheduler_counts_rows_that_compute_prompts():
     s, counted = Simulation(batch_size=4, max_seq_len=40, n_pages=40, prefill_chunk=8), []
     s.scheduler.pace = Pace(8, 2.0)
-    s.scheduler.pace.room = lambda decoding, prompts: counted.append((decoding, prompts)) or 2
+    s.scheduler.pace.room = lambda prompts: counted.append(prompts) or 2
     s.add(2, 9)
     s.step()
     s.add(9, 1)
     s.add(9, 1)
     s.step()
     s.step()
-    assert counted == [(1, 0), (1, 2)]
+    assert counted == [0, 2]
 
 
 def test_chunks_are_longer_while_no_row_decodes():
@@ -110,7 +110,7 @@ def test_a_long_prompt_does_not_wait_forever():
 def paced(room=4, chunk=32, steps=9):
     s = Simulation(batch_size=4, max_seq_len=200, n_pages=150, prefill_chunk=chunk)
     s.scheduler.pace = Pace(chunk, 2.0)
-    s.scheduler.pace.room = lambda decoding, prompts: room if decoding else chunk
+    s.scheduler.pace.room = lambda prompts: room
     s.add(1, 80)  # it decodes
     for _ in range(steps):
         s.step()
@@ -177,7 +177,7 @@ def test_one_pass_for_prompts_and_decoding_rows_changes_no_text(prefix, recorded
     for asynchronous, most in ((True, 64), (False, 0), (False, 64)):
         engine = Engine(model, 3, 60, page_size=4, prefill_chunk=16, prefix_budget=prefix,
                         asynchronous=asynchronous)
-        engine.fast_decode.most_tokens = most
+        engine.fast_decode.most_tokens = engine.fast_decode.most_beside = most
         texts.append([c.tokens for c in engine.generate(prompts, SamplingParams(8, seed=3))])
         assert bool(calls) == bool(most and not asynchronous)
     assert texts[0] == texts[1] == texts[2]
@@ -194,7 +194,7 @@ def test_prompts_of_a_step_and_decoding_rows_share_a_pass(monkeypatch, recorded)
     end a prompt get no logits."""
     passes = recorded(NativeDecode, 'extend', lambda self, texts, rows, wanted: (
         sorted(map(len, texts)), wanted.count(False)))
-    monkeypatch.setattr(Pace, 'room', lambda self, decoding, prompts: 6)
+    monkeypatch.setattr(Pace, 'room', lambda self, prompts: 6)
     engine = Engine(wide_model(), 4, 60, page_size=4, prefill_chunk=16, prefix_budget=10 ** 6,
                     slowdown=2.0)
     said = prompt(18, 1)
@@ -203,3 +203,17 @@ def test_prompts_of_a_step_and_decoding_rows_share_a_pass(monkeypatch, recorded)
     engine.generate([prompt(2, 0), said + prompt(3, 2), said + prompt(4, 3)], SamplingParams(8))
     assert any(len(lens) == 3 and lens[-2] > 1 for lens, _ in passes), passes
     assert any(without for _, without in passes)
+
+
+@pytest.mark.skipif(native.library() is None, reason='no compiler here')
+def test_a_prompt_alone_is_torchs_and_one_beside_decoding_rows_is_not(recorded):
+    """From some tokens on torch is faster, but not if decoding rows need a pass of their own."""
+    passes = recorded(NativeDecode, 'extend', lambda self, texts, *rest: max(map(len, texts)))
+    shape = dict(FULL_STACK, n_embd=32, head_dim=16, mlp_hidden=48, block_size=512, window_size=99)
+    engine = Engine(random_model(GPTConfig(**shape), torch.float32), 2, 400)
+    engine.submit(prompt(60, 1), SamplingParams(20))
+    engine.step()
+    assert not passes
+    engine.submit(prompt(98, 2), SamplingParams(2))
+    engine.step()
+    assert passes == [98]
