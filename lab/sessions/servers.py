@@ -53,39 +53,32 @@ def started(name: str, program: str, longest: int, kv: int, more: list[str]):
     Raises:
         UserError: if the server ends or does not answer. Its output is in the message.
     """
-    port, (command, usual) = free_port(), SERVERS[name]
+    command, usual = SERVERS[name]
     program = program or usual
     if program and not shutil.which(program):
         raise UserError(f'start={name!r}: {program} is not there (--program says where)')
-    with tempfile.TemporaryDirectory() as folder:
+    port = free_port()
+    url = f'http://127.0.0.1:{port}'
+    with (tempfile.TemporaryDirectory() as folder,
+          tempfile.TemporaryFile('w+', encoding='utf-8', errors='replace') as log):
         model = build(longest, vanilla=name == 'llama.cpp')
         arguments = command(program, model, Path(folder), port, longest, kv) + more
         print('Starting:', *arguments, flush=True, file=sys.stderr)
-        with running(arguments, f'http://127.0.0.1:{port}') as process:
-            yield f'http://127.0.0.1:{port}', process
-
-
-@contextlib.contextmanager
-def running(command: list[str], url: str):
-    """Yield a process when the server in it answers at `url`, and stop it at the end. Raises
-    UserError with its output, if it does not answer in START_S seconds."""
-    with tempfile.TemporaryFile('w+', encoding='utf-8', errors='replace') as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-        try:
-            end = time.monotonic() + START_S
-            while not answers(url):
-                if process.poll() is not None or time.monotonic() > end:
-                    log.seek(0)
-                    raise UserError(f'the server does not answer: {log.read()[-600:]}')
-                time.sleep(0.5)
-            yield process
-        finally:
-            process.terminate()
+        with subprocess.Popen(arguments, stdout=log, stderr=log) as process:
             try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+                end = time.monotonic() + START_S
+                while not answers(url):
+                    if process.poll() is not None or time.monotonic() > end:
+                        log.seek(0)
+                        raise UserError(f'the server does not answer: {log.read()[-600:]}')
+                    time.sleep(0.5)
+                yield url, process
+            finally:
+                process.terminate()
+                try:
+                    process.wait(30)
+                except subprocess.TimeoutExpired:
+                    process.kill()
 
 
 def answers(url: str) -> bool:
