@@ -83,17 +83,6 @@ def test_texts_end_with_the_token_for_it(many, prompts_file, monkeypatch):
     assert goes_on['text'] == '<|endoftext|>' * 6
 
 
-def test_lines_with_settings_of_their_own(many, trained, prompts_file):
-    """The command line gives the defaults of a line. Wrong lines: engine/test_many.py."""
-    path = prompts_file('"a\\nb"\n{"prompt": "cd", "id": "x", "max_new_tokens": 3, "logprobs": 0}'
-                        '\n{"prompt": "aXb"}', 'p.jsonl')
-    a, cd, unknown = many(trained['full'], path, max_new_tokens=5, seed=9)
-    assert (a['line'], a['prompt'], a['tokens'], a['finish_reason']) == (1, 'a\nb', 5, 'length')
-    assert a['seed'] == 9 and not {'id', 'logprobs'} & a.keys()
-    assert (cd['line'], cd['id'], cd['tokens'], len(cd['logprobs'])) == (2, 'x', 3, 3)
-    assert unknown['finish_reason'] == 'error' and "'X'" in unknown['error']
-
-
 @pytest.mark.parametrize('kind, n, reason', [
     ('full', 40_000, '100 kB'), ('vanilla', 10 ** 25, 'at most 2,147,483,647')])
 def test_one_that_is_too_long_stops_no_other(many, trained, prompts_file, monkeypatch, kind, n,
@@ -112,8 +101,8 @@ def test_one_that_is_too_long_stops_no_other(many, trained, prompts_file, monkey
 
 def test_stdout_has_answers_and_figures_and_stderr_all_else(many, trained, prompts_file):
     *answers, f = many(trained['full'], prompts_file('\n'.join(LINES)), parallel=3,
-                       max_new_tokens=7, json=True, report=True)
-    assert len(answers) == 5
+                       max_new_tokens=7, seed=9, json=True, report=True)
+    assert len(answers) == 5 and answers[0]['seed'] == 9
     assert (f['batch'], f['max_seq_len'], f['requests'], f['failed']) == (3, 22 + 7, 5, 0)
     assert (f['prompt_tokens'], f['tokens']) == (40, 35)
     assert (f['kv_dtype'], f['weights']) == ('float32', 'float32')

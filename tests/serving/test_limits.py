@@ -197,24 +197,6 @@ def test_a_stream_that_times_out_ends_with_an_error(serve, held):
     assert_free(server.worker)
 
 
-def test_a_body_that_does_not_come(serve):
-    server = serve(timeout=0.05)
-
-    async def scenario():
-        request = Asgi(server.app)
-        request.bodies = [b'{', b'}']
-        plain = request.receive
-
-        async def receive():
-            if len(request.bodies) == 1:
-                await asyncio.sleep(60)
-            return await plain()
-        request.receive = receive
-        await request.run()
-        return request.sent
-    assert asyncio.run(scenario())[0]['status'] == 408
-
-
 @pytest.mark.parametrize('stream', [True, False])
 def test_a_disconnect_cancels_all_choices(serve, held, stream):
     """For a waiting request and for a running one."""
