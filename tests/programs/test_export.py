@@ -43,15 +43,11 @@ def made(tmp_path_factory, data_root):
     return make
 
 
-@pytest.fixture(params=SHAPES)
-def pair(request, made):
-    return request.param, *made(request.param)
-
-
-def test_there_and_back(pair, tmp_path, capsys, data_root):
+@pytest.mark.parametrize('name', SHAPES)
+def test_there_and_back(made, name, tmp_path, capsys, data_root):
     """Logits and text are the same in transformers (beyond two windows, with and without its
     cache), and the imported checkpoint is bitwise equal."""
-    name, out, dest = pair
+    out, dest = made(name)
     before = load(out / 'ckpt.pt')
     ours = GPT(config_of(before, out, dropout=0.0)).eval()
     ours.load_state_dict(before['model'])

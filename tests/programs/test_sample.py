@@ -50,10 +50,6 @@ def samples_in(out):
     return samples
 
 
-def figures(capsys, folder, **settings):
-    return json.loads(run_sample(capsys, out_dir=folder, json=True, **settings).splitlines()[-1])
-
-
 def test_one_greedy_sample_of_a_prompt_in_a_file_is_drawn_and_reported(capsys, trained, tmp_path):
     (tmp_path / 'prompt.txt').write_text('abc\ndef')
     settings = dict(device='cpu', max_new_tokens=12, temperature=0)
@@ -115,7 +111,9 @@ def test_past_block_size_learned_positions_are_recomputed(capsys, trained):
     ('float32', 'auto', 'float32'), ('bfloat16', 'auto', 'bfloat16'),
     ('float32', 'int8', 'int8')])
 def test_json_figures_add_up(capsys, trained, kind, dtype, kv_dtype, stored):
-    f = figures(capsys, trained[kind], dtype=dtype, kv_dtype=kv_dtype, parallel=2, num_samples=2)
+    out = run_sample(capsys, out_dir=trained[kind], dtype=dtype, kv_dtype=kv_dtype, parallel=2,
+                     num_samples=2, json=True)
+    f = json.loads(out.splitlines()[-1])
     config = GPTConfig(**load(trained[kind] / 'ckpt.pt')['model_args'])
     plan = plan_kv(config)
     vanilla = plan.vanilla()

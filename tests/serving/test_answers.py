@@ -42,6 +42,9 @@ def text_of(choice):
     (dict(seed=3, temperature=None, n=None, stop=['', ''], user='me', frequency_penalty=0,
           best_of=1, echo=False, unknown=None, other=[], tools=None, suffix='', min_tokens=0,
           skip_special_tokens=True, top_k=-1), dict(seed=3)),
+    (dict(seed=3, max_completion_tokens=9, use_beam_search=False, length_penalty=1.0,
+          early_stopping=False, request_id='x', include_stop_str_in_output=False),
+     dict(seed=3, n=9)),
     (dict(seed=3.0, n=1.0, max_tokens=9.0, top_k=4.0), dict(seed=3, n=9, top_k=4)),
     (dict(seed=3, stop='\ud83d', user='\ud83d', max_tokens=10 ** 6), dict(seed=3, n=LONGEST - 5)),
     (dict(seed=9, max_tokens=30, stop_token_ids=[3]), dict(seed=9, n=30, stop_tokens=(3,))),
@@ -79,7 +82,7 @@ def test_token_ids_and_several_prompts(serve):
     assert texts(ids) == [one] and texts(['abc', 'ded']) == [one, other]
     assert texts([ids, TOKENIZER.encode('ded')]) == [one, other]
     last = expected('ded', seed=sample_seed(5, 1)).text
-    assert texts(['abc', 'ded'], n=2) == [one, second, other, last]
+    assert texts(['abc', 'ded'], n=2, best_of=1) == [one, second, other, last]
 
 
 def test_log_probabilities(serve):

@@ -4,7 +4,7 @@ import json
 import pytest
 
 from tests.helpers.serving import ending
-from tests.serving.conftest import CHAT, COMPLETIONS, USER, expected
+from tests.serving.conftest import COMPLETIONS, USER, expected
 from tests.serving.test_answers import pieces, text_of
 
 
@@ -22,23 +22,16 @@ def test_messages_that_say_nothing_and_system_messages_in_the_middle(serve):
         assert document['choices'][0]['token_ids'] == said.tokens
 
 
-@pytest.mark.parametrize('path, same, fields', [
-    (CHAT, {}, dict(
+def test_fields_of_a_chat_that_change_nothing(serve):
+    """Those of a completion: test_answers.py."""
+    fields = dict(
         chat_template_kwargs={}, function_call='auto', functions=[], echo=False,
         spaces_between_special_tokens=True, add_generation_prompt=True,
-        continue_final_message=False, tools=[], tool_choice='none',
-        messages=[USER | {'type': 'text', 'provider_specific_fields': {}}])),
-    (COMPLETIONS, {}, dict(
-        max_completion_tokens=9, min_tokens=0, use_beam_search=False,
-        length_penalty=1.0, early_stopping=False, request_id='x',
-        include_stop_str_in_output=False)),
-    (COMPLETIONS, dict(n=2), dict(best_of=1))], ids=str)
-def test_fields_that_change_nothing(serve, path, same, fields):
-    server = serve()
-    asked = dict(seed=1, max_tokens=9) | same
-    asked |= dict(messages=[USER]) if path == CHAT else dict(prompt='abc')
-    plain = server.post(path, asked).json()['choices']
-    assert server.post(path, asked | fields).json().get('choices') == plain
+        continue_final_message=False, tools=[], tool_choice='none')
+    server, same = serve(), dict(seed=1, max_tokens=9)
+    plain = server.chat(USER, **same).json()['choices']
+    verbose = USER | {'type': 'text', 'provider_specific_fields': {}}
+    assert server.chat(verbose, **same, **fields).json()['choices'] == plain
 
 
 def test_half_a_surrogate_pair_is_a_replacement_character(serve):
