@@ -101,8 +101,7 @@ def sample_start(s):
         print(json.dumps(report))
 
 
-def generate_batch(generation, tokenizer, prompt, stops, watch_speed=-1.0
-                   ) -> tuple[list[float], int]:
+def generate_batch(generation, tokenizer, prompt, stops, watch_speed) -> tuple[list[float], int]:
     """Print the samples of a batch: a single one is streamed (or watched, unless watch_speed is
     negative), several are printed when all are done. Returns the times of the start and of each
     step, and how many tokens the samples have."""

@@ -97,7 +97,6 @@ def _import(name):
 
 
 def _download(model_type):
-    """The folder in the hub's local cache with the files of `model_type`, downloaded if absent."""
     hub = _import('huggingface_hub')
     repo = f'openai-community/{model_type}'
     names = ['config.json', 'model.safetensors']
@@ -174,7 +173,6 @@ def _weight_files(folder):
 
 
 def _read_config(raw, path):
-    """The GPTConfig of the model in the folder, without dropout."""
     if 'nanokv' not in raw:
         return _gpt2_config(raw, path)
     if not isinstance(raw['nanokv'], dict):
@@ -219,7 +217,6 @@ def _architecture(config) -> tuple:
 
 
 def _gpt2_config(raw, path):
-    """The GPTConfig of a GPT-2 that transformers saved."""
     for name, value in ONLY.items():
         if raw.get(name, value) != value or (name not in raw and name == 'model_type'):
             raise UserError(f'{path}: {name}={shown(raw.get(name))} is not supported, '

@@ -121,7 +121,6 @@ class Client:
 
 
 def _take(data: bytes, answer: Answer) -> None:
-    """Add one part of a stream."""
     document = json.loads(data)
     if document.get('error'):
         raise Failed(_message(200, data))

@@ -60,7 +60,6 @@ def make(name: str, seed: int = 1, **changes) -> Trace:
 
 
 def _fill(trace, session, preset, rng, now):
-    """Draw the requests of a session that begins at `now`."""
     p, requests = preset, session.requests
     ends, kind = [-1], 'turn'  # the last request of each branch; the next one's, if it continues
     for i in range(rng.geometric(1 / p.turns)):

@@ -32,8 +32,6 @@ WRONG = [
     (dict(max_tokens=0), 'max_tokens', '=0'),
     (dict(max_tokens=10 ** 400), 'max_tokens', 'at most'),
     (dict(max_completion_tokens=-3), 'max_completion_tokens', 'max_completion_tokens=-3'),
-    (dict(temperature='hot'), 'temperature', "'hot'"),
-    (dict(top_p=1.1), 'top_p', '1.1'),
     (dict(repetition_penalty=0), 'repetition_penalty', '0'),
     (dict(seed=2 ** 64), 'seed', 'below 2**64'),
     (dict(n=0), 'n', 'n=0'),
