@@ -113,6 +113,15 @@ def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
+def loss_of(model: GPT, idx: torch.Tensor) -> torch.Tensor:
+    return model(idx[:, :-1], idx[:, 1:])[1]
+
+
+def refuse_rounding(config: GPTConfig) -> None:
+    if config.kv_quant_train:
+        raise Refused("kv_quant_train='int8': a value between two steps may go either way")
+
+
 def check(found: torch.Tensor, expected: torch.Tensor, what: str, limit: float, first_row: int = 0,
           first: int = 0) -> None:
     """Raise AssertionError, which names the first position with a difference above the limit.
@@ -130,8 +139,8 @@ def check(found: torch.Tensor, expected: torch.Tensor, what: str, limit: float, 
 @torch.no_grad()
 def cached(config: GPTConfig, dtype=torch.float64) -> None:
     """Chunks, single tokens and a resumed turn, past every wrap, give the full forward's logits."""
-    if config.kv_quant_train and dtype == torch.float32:
-        raise Refused("kv_quant_train='int8': a value between two steps may go either way")
+    if dtype == torch.float32:
+        refuse_rounding(config)
     model, T = random_model(config, dtype), config.block_size
     idx, limit = tokens(BATCH, T), TOLERANCE[dtype]
     full, rng = model(idx, all_logits=True)[0], random.Random(0)
@@ -238,27 +247,26 @@ def gradients(config: GPTConfig) -> None:
     if config.kv_quant_train:
         raise Refused("kv_quant_train='int8': gradients pass rounding unchanged")
     model, idx = random_model(config), tokens(2, config.block_size)
-    x, y = idx[:, :-1], idx[:, 1:]
-    model(x, y)[1].backward()
+    loss_of(model, idx).backward()
     generator = torch.Generator().manual_seed(1)
     for name, p in model.named_parameters():
         # in a window of one token no weight depends on a query
         assert p.grad is not None and (p.grad.any() or 1 in config.windows), f'{name}: no gradient'
         direction = torch.randn(p.shape, generator=generator, dtype=p.dtype)
         expected = (p.grad * direction).sum().item()
-        found = [slope(model, x, y, p, step * direction) / step for step in (1e-6, 1e-7, 1e-8)]
+        found = [slope(model, idx, p, step * direction) / step for step in (1e-6, 1e-7, 1e-8)]
         nearest = min(found, key=lambda each: abs(each - expected))
         assert abs(nearest - expected) <= 1e-5 * max(1.0, abs(expected)), (
             f'{name}: {expected:.8g} by backward, {nearest:.8g} by differences')
 
 
 @torch.no_grad()
-def slope(model, x, y, p, change) -> float:
+def slope(model, idx, p, change) -> float:
     """Half the difference of the losses with p + change and p - change."""
     p += change
-    above = model(x, y)[1].item()
+    above = loss_of(model, idx).item()
     p -= 2 * change
-    below = model(x, y)[1].item()
+    below = loss_of(model, idx).item()
     p += change
     return (above - below) / 2
 
@@ -269,7 +277,7 @@ def recomputed(config: GPTConfig) -> None:
     other = copy.deepcopy(plain)
     set_recompute(other, 'block')
     for model in (plain, other):
-        model(idx[:, :-1], idx[:, 1:])[1].backward()
+        loss_of(model, idx).backward()
     for (name, p), q in zip(plain.named_parameters(), other.parameters()):
         assert torch.allclose(p.grad, q.grad, 1e-9, 1e-12), f'{name}: another gradient'
 
@@ -279,12 +287,11 @@ def kernels(config: GPTConfig) -> None:
     in float32."""
     if native.library() is None:
         raise Refused('no C++ compiler')
-    if config.kv_quant_train:
-        raise Refused("kv_quant_train='int8': a value between two steps may go either way")
+    refuse_rounding(config)
     exact, plain = random_model(config), random_model(config, torch.float32)
     fast, idx = copy.deepcopy(plain), tokens(2, config.block_size)
     native.speed_up(fast)
-    losses = [model(idx[:, :-1], idx[:, 1:])[1] for model in (exact, plain, fast)]
+    losses = [loss_of(model, idx) for model in (exact, plain, fast)]
     for loss in losses:
         loss.backward()
     assert abs(losses[0] - losses[2]) < 1e-4, f'losses {losses[0].item()} and {losses[2].item()}'

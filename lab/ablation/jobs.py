@@ -14,8 +14,8 @@ from rich import progress
 from rich.console import Console
 
 from config.files import regular_only
+from lab.ablation.results import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 POLL = 0.5  # seconds
 
 

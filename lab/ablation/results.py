@@ -1,5 +1,6 @@
 """The files of a ladder. Each row and seed is a line of runs.jsonl, so that a ladder can be
 measured on several machines."""
+import contextlib
 import json
 from collections import Counter
 from pathlib import Path
@@ -23,26 +24,19 @@ def core_digest() -> str:
     return digest([(ROOT / path).read_text(encoding='utf-8') for path in (*CORE, *BLOCKS)])
 
 
-def read_json(path: Path):
-    """Return the document in a file, or None without the file. UserError: if it is not JSON."""
+@contextlib.contextmanager
+def readable(where):
+    """Make errors of reading and parsing a UserError that says where."""
     try:
-        return json.loads(path.read_text(encoding='utf-8'))
-    except FileNotFoundError:
-        return None
+        yield
     except (OSError, ValueError) as e:
-        raise UserError(f'{path} cannot be read: {e}; delete it to measure again') from e
+        raise UserError(f'{where} cannot be read: {e}; delete it to measure again') from e
 
 
-def read_lines(path: Path) -> list[dict]:
-    """Return the documents of a file of JSON lines. Raises UserError that names a damaged line."""
-    documents = []
-    for number, line in enumerate(path.read_text(encoding='utf-8').splitlines(), 1):
-        try:
-            documents.append(json.loads(line))
-        except ValueError as e:
-            raise UserError(f'{path}, line {number} cannot be read: {e}; delete it to measure '
-                            'again') from e
-    return documents
+def read_json(path: Path) -> dict | None:
+    """Return the document in a file, or None without the file. UserError: if it is not JSON."""
+    with readable(path):
+        return json.loads(path.read_bytes()) if path.exists() else None
 
 
 def as_line(document: dict) -> str:
@@ -77,7 +71,9 @@ class Results:
         status = found.st_size, found.st_mtime_ns
         if self._read[0] != status:
             base, runs = {}, {}
-            for line in read_lines(self.path):
+            for number, text in enumerate(self.path.read_bytes().splitlines(), 1):
+                with readable(f'{self.path}, line {number}'):
+                    line = json.loads(text)
                 base = line.get('base', base)
                 if 'row' in line:
                     line['settings'] = base | line['settings']

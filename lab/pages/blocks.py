@@ -3,16 +3,13 @@
 TABLES has {name of the block: (a function that returns the rows, {heading: cell})}, as `Table.of`
 takes them. The rows come from results/, all words stand in the pages themselves.
 """
-import contextlib
-import io
 import json
-import runpy
 import statistics
+import subprocess
 import sys
 import tempfile
 import textwrap
 from pathlib import Path
-from unittest import mock
 
 from lab.ablation.stats import paired_difference
 from lab.ablation.tables import listed, mean_sd, plus_minus
@@ -205,11 +202,10 @@ TABLES = {
 
 def printed(command: str, width: int = 120) -> str:
     """What `python COMMAND` prints, as a block of code."""
-    out, argv = io.StringIO(), command.split()
-    with mock.patch.object(sys, 'argv', argv), contextlib.redirect_stdout(out):
-        runpy.run_path(str(ROOT / argv[0]), run_name='__main__')
+    out = subprocess.run([sys.executable, *command.split()], cwd=ROOT, check=True, text=True,
+                         stdout=subprocess.PIPE).stdout
     lines = [textwrap.fill(line, width) if len(line) > width else line.rstrip()
-             for line in out.getvalue().strip().splitlines()]
+             for line in out.strip().splitlines()]
     return '\n'.join(['```', *lines, '```'])
 
 
@@ -217,16 +213,16 @@ def account_report() -> str:
     configs = load('accounting/models')
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, 'config.json').write_text(json.dumps(configs['Gemma 3 4B']), encoding='utf-8')
-        return printed(f'kv/__main__.py {folder} --max_seq_len=32768 --budget=24GB --like=nanokv',
+        return printed(f'-m kv {folder} --max_seq_len=32768 --budget=24GB --like=nanokv',
                        width=100)
 
 
 REPORTS = {
     'plan-report': lambda: printed(
-        'kv/__main__.py config/train_gpt2_mqa_local.py --max_seq_len=8192 --budget=1GB'),
+        '-m kv config/train_gpt2_mqa_local.py --max_seq_len=8192 --budget=1GB'),
     'account-report': account_report,
     'capacity-example': lambda: printed(
-        'kv/capacity.py config/train_gpt2_mqa_local.py --n_layer=24 --n_head=32 --n_embd=2048 '
+        '-m kv.capacity config/train_gpt2_mqa_local.py --n_layer=24 --n_head=32 --n_embd=2048 '
         '--head_dim=64 --mlp_hidden=0 --kv_dtype=int8 --context=4096 --hit_rate=0.95 '
         '--requests_per_second=20000 --tpot=50'),
 }

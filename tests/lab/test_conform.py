@@ -11,13 +11,13 @@ import pytest
 import attention.masks
 import interop.modeling_nanokv
 import kv.blocks
-import kv.plan
 import training.native
 from attention.kernels.norm_rope import NormAndRotate
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from engine.prefix.blocks import BlockCopier
 from kv.cache import KVCache, RaggedToken
+from kv.plan import Slot
 from kv.slots import KVStore, RingStore
 from lab import conform
 from model import GPT
@@ -28,100 +28,72 @@ CONFIG = conform.reduced(GPTConfig(**FULL_STACK | dict(head_dim=8, attn_sink=Tru
 OFFSET, BLOCKS = dict(key_offset=True), dict(kv_stride=4, rope_fraction_global=0.0)
 
 
-def write_first(patch):
-    """A ring is written before its own chunk has read it."""
-    plain = RingStore.append
+# each fault makes the function that replaces the plain one
 
+def write_first(plain):
+    """A ring is written before its own chunk has read it."""
     def append(self, new, rows, start):
         plain(self, new, rows, start)
         return plain(self, new, rows, start)
-    patch.setattr(RingStore, 'append', append)
+    return append
 
 
-def off_by_one(patch):
-    plain = attention.masks.in_window
-    patch.setattr(attention.masks, 'in_window',
-                  lambda q, k, window: plain(q, k, window and window + 1))
-
-
-def forgotten_scale(patch):
-    plain = KVStore.encode
-
+def forgotten_scale(plain):
     def encode(self, k, v):
         new = plain(self, k, v)
         return new if len(new) == 2 else (*new[:3], new[2])  # V gets the scales of K
-    patch.setattr(KVStore, 'encode', encode)
+    return encode
 
 
-def stale_state(patch):
-    patch.setattr(KVCache, 'row_stores', property(lambda self: self.stores))
-
-
-def lost_state(patch):
-    patch.setattr(BlockCopier, 'put_state', lambda self, row, buffer: None)
-
-
-def one_key_more(patch):
-    plain = RaggedToken.__init__
-
+def one_key_more(plain):
     def init(self, *args):
         plain(self, *args)
         self.kv_lens = self.kv_lens + 1
-    patch.setattr(RaggedToken, '__init__', init)
+    return init
 
 
-def miscounted(patch):
-    plain = kv.plan.Slot.position_nbytes
-    patch.setattr(kv.plan.Slot, 'position_nbytes', lambda self, dtype: plain(self, dtype) - 1)
-
-
-def wrong_backward(patch):
-    plain = NormAndRotate.backward
-    patch.setattr(NormAndRotate, 'backward', staticmethod(
-        lambda ctx, dy: [x if x is None else 1.01 * x for x in plain(ctx, dy)]))
-
-
-def no_sink(patch):
-    plain = training.native.attend
-    patch.setattr(training.native, 'attend', lambda *args: plain(*args[:6]))
-
-
-def forgotten_block(patch):
-    plain = kv.blocks.extend_means
-
+def forgotten_block(plain):
     def extend(states, chunks, x, biases):
         states.zero_()
         return plain(states, chunks, x, biases)
-    patch.setattr(kv.blocks, 'extend_means', extend)
+    return extend
 
 
-def lost_between_segments(patch):
-    plain = GPT._blocks
-
+def lost_between_segments(plain):
     def blocks(self, *args, **kwargs):
         x, kvs = plain(self, *args, **kwargs)
         return x, {slot: [2 * part for part in kv] for slot, kv in kvs.items()}
-    patch.setattr(GPT, '_blocks', blocks)
+    return blocks
 
 
-def turned_back(patch):
-    plain = interop.modeling_nanokv.rotate
-    patch.setattr(interop.modeling_nanokv, 'rotate', lambda x, cos, sin: plain(x, cos, -sin))
+def miscounted(plain):
+    return lambda self, dtype: plain(self, dtype) - 1
 
 
-@pytest.mark.parametrize('fault, changes, name', [
-    (write_first, {}, 'cache, float64'), (off_by_one, {}, 'cache, float64'),
-    (forgotten_scale, {}, 'int8 K and V'), (stale_state, OFFSET, 'ragged rows'),
-    (lost_state, OFFSET, 'engine and prefix cache'), (one_key_more, {}, 'ragged rows'),
-    (miscounted, {}, 'bytes'), (wrong_backward, {}, 'gradients'),
-    (no_sink, {}, 'training kernels'), (forgotten_block, BLOCKS, 'cache, float64'),
-    (lost_between_segments, {}, 'recomputation'), (turned_back, {}, 'export')])
-def test_a_fault_is_found(fault, changes, name, monkeypatch):
+@pytest.mark.parametrize('where, attribute, fault, changes, name', [
+    (RingStore, 'append', write_first, {}, 'cache, float64'),
+    (attention.masks, 'in_window', lambda plain: lambda q, k, window: plain(
+        q, k, window and window + 1), {}, 'cache, float64'),
+    (KVStore, 'encode', forgotten_scale, {}, 'int8 K and V'),
+    (KVCache, 'row_stores', lambda _: property(lambda self: self.stores), OFFSET, 'ragged rows'),
+    (BlockCopier, 'put_state', lambda _: lambda self, row, buffer: None, OFFSET,
+     'engine and prefix cache'),
+    (RaggedToken, '__init__', one_key_more, {}, 'ragged rows'),
+    (Slot, 'position_nbytes', miscounted, {}, 'bytes'),
+    (NormAndRotate, 'backward', lambda plain: staticmethod(lambda ctx, dy: [
+        x if x is None else 1.01 * x for x in plain(ctx, dy)]), {}, 'gradients'),
+    (training.native, 'attend', lambda plain: lambda *args: plain(*args[:6]), {},  # no sink
+     'training kernels'),
+    (kv.blocks, 'extend_means', forgotten_block, BLOCKS, 'cache, float64'),
+    (GPT, '_blocks', lost_between_segments, {}, 'recomputation'),
+    (interop.modeling_nanokv, 'rotate', lambda plain: lambda x, cos, sin: plain(x, cos, -sin), {},
+     'export')])
+def test_a_fault_is_found(where, attribute, fault, changes, name, monkeypatch):
     config = conform.reduced(GPTConfig(**vars(CONFIG) | changes))
     if name == 'training kernels' and training.native.library() is None:
         pytest.skip('no C++ compiler')
     assert conform.conform(config, [name]) == {name: ''}
-    fault(monkeypatch)
+    monkeypatch.setattr(where, attribute, fault(getattr(where, attribute)))
     found = conform.conform(config, [name])[name]
     assert found and not found.startswith('('), 'not found'
 
@@ -168,7 +140,7 @@ def test_the_program(capsys):
 
 
 def test_a_difference_is_the_exit_status(capsys, monkeypatch):
-    miscounted(monkeypatch)
+    monkeypatch.setattr(Slot, 'position_nbytes', miscounted(Slot.position_nbytes))
     with pytest.raises(SystemExit, match='1 of 1 configs differ'):
         conform.main(['--n_layer=2', '--n_head=2', '--n_embd=16'])
     assert '\N{BALLOT X}  bytes' in capsys.readouterr().out
