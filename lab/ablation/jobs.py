@@ -108,9 +108,9 @@ def run_jobs(jobs: list[Job], devices: list[str], at_once: int = 1) -> dict[str,
 
 @contextlib.contextmanager
 def _sigterm_raises():
-    """Make SIGTERM and SIGHUP (closed terminal) raise SystemExit within the block."""
     def leave(number, _):
         raise SystemExit(128 + number)
+    # SIGHUP: the terminal was closed; not on Windows
     numbers = [getattr(signal, name) for name in ('SIGTERM', 'SIGHUP') if hasattr(signal, name)]
     before = {number: signal.signal(number, leave) for number in numbers}
     try:

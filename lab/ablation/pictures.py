@@ -157,8 +157,8 @@ def identifiers(axis, summary, color):
         axis.axvline(keys.index(first['beyond'][0]) - 0.5, color=SIDE, linestyle='--',
                      linewidth=1, label='_')
     axis.axhline(0, color=SIDE, linewidth=1, label='_')
-    axis.set_xlabel('tokens since the last use (from a power of two to the next; new: none)')
-    axis.set_ylabel(f"nats of an identifier above {summary['baseline']}")
+    axis.set(xlabel='tokens since the last use (from a power of two to the next; new: none)',
+             ylabel=f"nats of an identifier above {summary['baseline']}")
     label_line_ends(axis)
 
 
@@ -167,11 +167,9 @@ def over_bytes(axis, points, color, x_label: str, y_label: str) -> None:
     if not points:
         return
     axis.figure.set_size_inches(9.5, 5.6)
-    axis.set_xscale('log')
+    axis.set(xscale='log', xlabel=x_label, ylabel=y_label)
     axis.margins(x=0.1)
     axis.ticklabel_format(axis='y', useOffset=False)
-    axis.set_xlabel(x_label)
-    axis.set_ylabel(y_label)
     plain_log_ticks(axis.xaxis, *axis.get_xlim(), subs=(1, 3))
     # in a crowd, only rows of the ladder are named
     name_points(axis, [(x, y, row['name'], color(row), 24 if row['side'] else 96)

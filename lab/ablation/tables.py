@@ -78,7 +78,6 @@ def with_names(title: str, rows: list[dict], columns: dict, left=('row',)) -> Ta
 
 
 def headline(summary: dict, side: bool = False) -> Table:
-    """Losses, KV bytes and sizes of the ladder's rows, or of the side rows."""
     others = ['baseline'] if side else ['first', 'baseline']
     if not side and summary['first'] == summary['baseline']:
         others = ['first']
@@ -136,7 +135,6 @@ def as_csv(summary: dict) -> str:
 
 
 def bytes_held(summary: dict) -> Table:
-    """KV bytes of one sequence by length."""
     def held(n):
         return lambda row: nice_bytes(row['kv']['at'][n]['bytes'])
     lengths = list(summary['rows'][0]['kv']['at'])
@@ -150,7 +148,6 @@ def bytes_held(summary: dict) -> Table:
 
 
 def speeds(summary: dict) -> Table | None:
-    """Decoding, prefill and training."""
     speed = summary['speed']
     if not speed:
         return None
@@ -199,7 +196,6 @@ def lookups(summary: dict) -> Table | None:
 
 
 def lookup_distances(summary: dict) -> Table | None:
-    """Accuracy by distance, over all numbers of facts."""
     rows = [row for row in summary['rows'] if row.get('lookup')]
     bins = rows[0]['lookup']['by_distance'] if rows else ()
     return with_names(
@@ -233,7 +229,6 @@ def recalls(summary: dict) -> Table | None:
 
 
 def identifiers(summary: dict) -> Table | None:
-    """Loss of identifiers by the distance to their last use."""
     rows = [row for row in summary['rows'] if row.get('identifiers')]
     if not rows:
         return None
