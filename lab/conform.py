@@ -385,9 +385,8 @@ def main(argv=None):
     rng = random.Random(s.seed)
     configs = [random_config(rng) for _ in range(s.random)]
     if not configs:
-        given = {key.name: getattr(s, key.name) for key in MODEL}
-        configs = [GPTConfig(**given, vocab_size=VOCAB)]
-        configs = configs if s.as_given else [reduced(configs[0])]
+        given = GPTConfig(**{key.name: getattr(s, key.name) for key in MODEL}, vocab_size=VOCAB)
+        configs = [given if s.as_given else reduced(given)]
     console, failed = output(), 0
     warnings.simplefilter('ignore')  # what plans warn of is no difference
     for config in configs:

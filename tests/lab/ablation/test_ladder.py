@@ -40,14 +40,6 @@ def test_rows_with_the_same_weights_share_a_training(ladder_of):
     assert len({ladder.fingerprint(row) for row in rows.values()}) == len(rows)
 
 
-def test_the_cadence_of_logs_is_no_other_training(ladder_of):
-    plain, longer = ladder_of(), ladder_of(CONFIG, '--max_iters=7')
-    other = ladder_of(CONFIG, '--log_interval=3', '--eval_iters=1', '--device=cpu')
-    row = plain.rows['+ MQA']
-    assert plain.training(row) == other.training(row) != longer.training(row)
-    assert {longer.settings(row).max_iters for row in longer.rows.values()} == {7}
-
-
 TIED = "dict(at_inference=dict(kv_share='AAB'))"
 
 

@@ -7,6 +7,9 @@ from config.errors import UserError
 from lab.ablation.results import Results
 from tests.lab.ablation.conftest import CONFIG
 
+# flags that change no training
+LOGS = ['--log_interval=7', '--eval_iters=1', '--device=cpu']
+
 
 @pytest.fixture
 def results(ladder_of):
@@ -21,7 +24,7 @@ def test_what_was_written_counts_for_the_same_settings_alone(results):
     here.write(row, 1, found)
     whole = {'row': '+ MQA', 'seed': 1, **found}
     assert here.read(row, 1) == whole and here.read(row, 2) is None
-    for flags, same in (['--log_interval=7'], True), (['--max_iters=7'], False):
+    for flags, same in (LOGS, True), (['--max_iters=7'], False):
         other = results(*flags)
         assert (other.read(other.ladder.rows['+ MQA'], 1) is not None) == same
     int8 = here.ladder.rows['+ int8 KV']
