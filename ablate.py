@@ -23,10 +23,10 @@ import configurator
 from config.errors import UserError
 from config.folder_lock import only_writer
 from lab.ablation import cost
-from lab.ablation.jobs import ROOT, Job, run_jobs
+from lab.ablation.jobs import Job, run_jobs
 from lab.ablation.ladder import Ladder, read_ladder, slug_of
 from lab.ablation.report import show, write_report
-from lab.ablation.results import Results, read_json
+from lab.ablation.results import ROOT, Results, read_json
 from lab.ablation.summary import recall_of, summarize
 from lab.benchmarks.setting import numbers
 from lab.files import write_json
