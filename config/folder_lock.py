@@ -66,7 +66,9 @@ def _held(path: Path, error: str, remedy: str | None = None) -> Iterator[None]:
             file = stack.enter_context(_open_locked(path, remedy))
             stack.callback(_suppressed, path.unlink)
             file.truncate(0)
-            file.write(this_process())
+            since = time.strftime('%Y-%m-%d %H:%M:%S')
+            command = shlex.join([Path(sys.executable).name, *sys.argv])
+            file.write(f'process {os.getpid()} on {socket.gethostname()} since {since}: {command}')
             file.flush()
         except OSError as e:
             raise UserError(f'{error}: {e.strerror}') from e
@@ -119,13 +121,6 @@ def _holder(file) -> str:
             return ' '.join(found.split())
         time.sleep(0.05)
     return 'another process'
-
-
-def this_process() -> str:
-    """Describe this process, for the lock file."""
-    return (f'process {os.getpid()} on {socket.gethostname()} since '
-            f'{time.strftime("%Y-%m-%d %H:%M:%S")}: '
-            f'{shlex.join([Path(sys.executable).name, *sys.argv])}')
 
 
 def process_start(pid: int) -> str:

@@ -176,12 +176,6 @@ class TokenSplit:
         return ids
 
 
-def open_tokens(path: Path, dtype: np.dtype = TOKEN_DTYPE) -> np.memmap:
-    """Map a token file read-only: ids (n_tokens,). UserError if missing, empty or of odd size."""
-    offset, count = _layout(Path(path), dtype)
-    return np.memmap(path, dtype=dtype, mode='r', offset=offset, shape=(count,))
-
-
 def _layout(path: Path, dtype: np.dtype) -> tuple[int, int]:
     """Return where the tokens of a file begin, in bytes, and their number."""
     if not path.is_file():

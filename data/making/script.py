@@ -11,14 +11,14 @@ from config.errors import UserError
 class Arguments(argparse.ArgumentParser):
     """A script's command line: --help prints the docstring, bad input raises UserError."""
 
-    def __init__(self, doc: str):
+    def __init__(self, doc: str, script: str = ''):
+        """script: its `__file__`, whose folder is the default of --out; '' = no --out."""
         super().__init__(description=doc, allow_abbrev=False,
                          formatter_class=argparse.RawDescriptionHelpFormatter)
-
-    def out(self, script: str) -> None:
-        """Add --out, the output folder; the default is that of `script`, a `__file__`."""
-        self.add_argument('--out', type=Path, metavar='DIR', default=Path(script).resolve().parent,
-                          help='where to write (default: the folder of this script)')
+        if script:
+            self.add_argument('--out', type=Path, metavar='DIR',
+                              default=Path(script).resolve().parent,
+                              help='where to write (default: the folder of this script)')
 
     def tokenizer(self, default: str, names: tuple[str, ...] = ('char', 'gpt2')) -> None:
         """Add --tokenizer, one of `names` or bpe:N."""

@@ -33,7 +33,7 @@ CHECKPOINT = 20_000_000  # tokens between two checkpoints
 
 def arguments(doc: str, script: str) -> Arguments:
     """Return the command line for a streamed dataset's prepare.py, given its doc and `__file__`."""
-    parser = Arguments(doc)
+    parser = Arguments(doc, script)
     parser.add_argument('--from', dest='files', type=Path, nargs='+', metavar='FILE',
                         help='read documents from files instead: .jsonl (a "text" per line), '
                              '.txt (a document per line), .parquet (a column "text")')
@@ -47,7 +47,6 @@ def arguments(doc: str, script: str) -> Arguments:
                         metavar='N', help='threads that encode (default: one per core but one)')
     parser.add_argument('--restart', action='store_true',
                         help='discard the progress of an interrupted preparation')
-    parser.out(script)
     return parser
 
 

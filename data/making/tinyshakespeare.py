@@ -23,10 +23,9 @@ def prepare(doc: str, script: str, argv: list[str] | None, tokenizer: str) -> No
     Only the download is verified (sha256). The split is nanoGPT's: the first 90% of the characters
     are train, the rest val. tokenizer: 'char', with nanoGPT's messages, or 'gpt2'.
     """
-    parser = Arguments(doc)
+    parser = Arguments(doc, script)
     parser.add_argument('--input', type=Path, metavar='FILE',
                         help='the text, instead of the download')
-    parser.out(script)
     args = parser.parse_args(argv)
     path = args.input or args.out / 'input.txt'
     if not args.input and not os.path.isfile(path):

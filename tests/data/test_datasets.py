@@ -22,35 +22,18 @@ def make(root, name, *, prepared=False, prepare=None):
 
 
 WRITE = """
+    import time
     from pathlib import Path
+    import numpy as np
+    from data.making.writer import write_dataset
     here = Path(__file__).parent
     def main(argv):
         assert argv == []
-        for name in ('val.bin', 'train.bin'):
-            (here / name).write_bytes(b'ok')
+        with open(here / 'runs', 'a') as file:
+            file.write('x')
+        time.sleep(0.5)
+        write_dataset(here, {'train': np.array([1]), 'val': np.array([2])}, None)
 """
-
-
-def test_missing_dataset_prepares_itself_in_its_folder(tmp_path, capsys):
-    folder = make(tmp_path, 'fresh', prepare=WRITE)
-    (folder / 'val.bin').write_bytes(b'old')
-    assert ensure_dataset('fresh', tmp_path) == folder
-    assert (folder / 'train.bin').read_bytes() == (folder / 'val.bin').read_bytes() == b'ok'
-    assert capsys.readouterr().out == 'preparing dataset fresh...\n'
-
-
-def test_the_writer_of_a_prepare_takes_the_lock_that_is_held_already(tmp_path):
-    folder = make(tmp_path, 'written', prepare="""
-        from pathlib import Path
-        import numpy as np
-        from data.making.writer import write_dataset
-        def main(argv):
-            splits = {'train': np.array([1]), 'val': np.array([2])}
-            write_dataset(Path(__file__).parent, splits, None)
-    """)
-    assert ensure_dataset('written', tmp_path) == folder
-    files = {path.name for path in folder.iterdir() if path.is_file()}
-    assert files == {'prepare.py', 'train.bin', 'val.bin'}
 
 
 def test_unknown_name_lists_and_suggests(tmp_path):
@@ -108,19 +91,6 @@ def test_by_hand_is_not_run_but_explained(tmp_path, line, words):
     assert by_hand(folder / 'prepare.py') == 'hours'
 
 
-SLOW = """
-    import time
-    from pathlib import Path
-    here = Path(__file__).parent
-    def main(argv):
-        with open(here / 'runs', 'a') as file:
-            file.write('x')
-        time.sleep(0.5)
-        for name in ('val.bin', 'train.bin'):
-            (here / name).write_bytes(b'ok')
-"""
-
-
 def in_another_process(root, name):
     program = ('import pathlib; from data.datasets import ensure_dataset; '
                f'ensure_dataset({name!r}, pathlib.Path({str(root)!r}))')
@@ -128,10 +98,15 @@ def in_another_process(root, name):
                             stdout=subprocess.PIPE, text=True)
 
 
-def test_two_processes_prepare_once(tmp_path):
-    folder = make(tmp_path, 'slow', prepare=SLOW)
-    processes = [in_another_process(tmp_path, 'slow') for _ in range(2)]
+def test_two_processes_prepare_once_in_the_folder(tmp_path):
+    """The writer in prepare.py takes the lock that its process holds already."""
+    folder = make(tmp_path, 'fresh', prepare=WRITE)
+    (folder / 'val.bin').write_bytes(b'old')
+    processes = [in_another_process(tmp_path, 'fresh') for _ in range(2)]
     outputs = sorted(process.communicate(timeout=60)[0] for process in processes)
-    assert (folder / 'runs').read_text() == 'x'
-    assert outputs[0] == 'preparing dataset slow...\n'
-    assert outputs[1] == 'waiting for another process that prepares dataset slow...\n'
+    assert outputs == ['preparing dataset fresh...\ntrain has 1 tokens\nval has 1 tokens\n',
+                       'waiting for another process that prepares dataset fresh...\n']
+    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    del files['prepare.py']
+    assert files == {'runs': b'x', 'train.bin': b'\1\0', 'val.bin': b'\2\0'}
+    assert ensure_dataset('fresh', tmp_path) == folder

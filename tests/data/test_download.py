@@ -1,10 +1,9 @@
 """Downloads: a file is correct or absent. urlopen is replaced; there is no network."""
-
 import hashlib
 import http.client
-import io
-import urllib.error
+import subprocess
 import urllib.request
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -15,60 +14,35 @@ from data.download import fetch
 URL = 'https://example.org/folder/input.txt'
 CONTENT = bytes(range(256)) * 4000
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
+OTHER = hashlib.sha256(CONTENT + b'x').hexdigest()
 
 
-class Response(io.BytesIO):
-    def __init__(self, content=CONTENT, error=None):
-        super().__init__(content)
-        self.error = error
-
-    def read(self):
-        if self.error:
-            raise self.error
-        return super().read()
-
-
-def serve(monkeypatch, response):
-    calls = []
-
-    def urlopen(url, timeout=None):
-        calls.append((url, timeout))
-        if isinstance(response, Exception):
-            raise response
-        return response
-
-    monkeypatch.setattr(urllib.request, 'urlopen', urlopen)
-    return calls
+@pytest.fixture
+def urlopen(monkeypatch):
+    """What it reads is CONTENT; `read` can be told otherwise."""
+    fake = MagicMock()
+    monkeypatch.setattr(urllib.request, 'urlopen', fake)
+    fake.read = fake.return_value.__enter__.return_value.read
+    fake.read.return_value = CONTENT
+    return fake
 
 
-def test_download_with_a_timeout(monkeypatch, tmp_path, capsys):
-    calls = serve(monkeypatch, Response())
-    fetch(URL, tmp_path / 'new' / 'input.txt', SHA256)
-    assert (tmp_path / 'new' / 'input.txt').read_bytes() == CONTENT
-    assert [path.name for path in (tmp_path / 'new').iterdir()] == ['input.txt']
-    assert calls == [(URL, download.TIMEOUT)] and download.TIMEOUT <= 60
-    assert capsys.readouterr() == ('', '')
-    serve(monkeypatch, Response())
+def test_download_with_a_timeout(urlopen, tmp_path, capsys):
+    path = tmp_path / 'new' / 'input.txt'
+    fetch(URL, path, SHA256)
+    assert path.read_bytes() == CONTENT and list(path.parent.iterdir()) == [path]
+    urlopen.assert_called_once_with(URL, timeout=download.TIMEOUT)
+    assert download.TIMEOUT <= 60 and capsys.readouterr() == ('', '')
     with pytest.raises(UserError, match='cannot fetch'):
-        fetch(URL, tmp_path / 'new' / 'input.txt' / 'no folder', SHA256)
+        fetch(URL, path / 'no folder', SHA256)
 
 
-FAILURES = {
-    'no network': (urllib.error.URLError(OSError(-2, 'Name or service not known')),
-                   'Name or service not known'),
-    'stall': (Response(error=TimeoutError('timed out')), 'timed out'),
-    'other file': (Response(CONTENT + b'x'),
-                   f'sha256 {hashlib.sha256(CONTENT + b"x").hexdigest()}; allowed is {SHA256}'),
-    'cut off': (Response(error=http.client.IncompleteRead(CONTENT[:9], 990)), '9 bytes read, 990'),
-}
-
-
-@pytest.mark.parametrize('failure', FAILURES)
-def test_failures_are_one_line_and_leave_what_was_there(monkeypatch, tmp_path, failure):
-    answer, words = FAILURES[failure]
-    if isinstance(answer, Response):
-        answer.seek(0)
-    serve(monkeypatch, answer)
+@pytest.mark.parametrize('answer, words', [
+    (CONTENT + b'x', f'sha256 {OTHER}; allowed is {SHA256}'),
+    (TimeoutError('timed out'), 'timed out'),
+    (http.client.IncompleteRead(CONTENT[:9], 990), '9 bytes read, 990')])
+def test_failures_are_one_line_and_leave_what_was_there(urlopen, tmp_path, answer, words):
+    urlopen.read.side_effect = [answer]
     (tmp_path / 'input.txt').write_text('older')
     with pytest.raises(UserError) as caught:
         fetch(URL, tmp_path / 'input.txt', SHA256, hint='give --input=FILE')
@@ -80,9 +54,8 @@ def test_failures_are_one_line_and_leave_what_was_there(monkeypatch, tmp_path, f
 
 
 def test_pip_that_takes_too_long(monkeypatch):
-    def run(command, timeout, **kwargs):
-        raise download.subprocess.TimeoutExpired(command, timeout)
-
-    monkeypatch.setattr(download.subprocess, 'run', run)
+    slow = MagicMock(side_effect=subprocess.TimeoutExpired('pip', 600))
+    monkeypatch.setattr(subprocess, 'run', slow)
     with pytest.raises(UserError, match='thing==1: no answer in 600 s; advice'):
         download.fetch_sdist('thing==1', SHA256, 'advice')
+    assert slow.call_args.kwargs['timeout'] == download.PIP_TIMEOUT

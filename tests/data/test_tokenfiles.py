@@ -9,9 +9,9 @@ import pytest
 
 from config.errors import UserError
 from data.making.writer import TokenWriter, write_dataset
-from data.tokenfiles import TokenSplit, is_prepared, open_split, open_tokens, read_meta
+from data.tokenfiles import TokenSplit, is_prepared, open_split, read_meta
+from tests.data.support import META, ids_of
 
-META = {'vocab_size': 3, 'itos': {0: 'a', 1: 'b', 2: 'c'}, 'stoi': {'a': 0, 'b': 1, 'c': 2}}
 SPLITS = {'train': np.array([0, 1, 2, 1]), 'val': np.array([2, 0])}
 
 
@@ -22,7 +22,7 @@ def test_round_trip_is_nanogpts_format(tmp_path):
     # little-endian uint16
     assert (folder / 'train.bin').read_bytes() == bytes([0, 0, 1, 0, 2, 0, 1, 0])
     assert pickle.loads((folder / 'meta.pkl').read_bytes()) == META
-    tokens = open_tokens(folder / 'val.bin')
+    tokens = ids_of(folder, 'val')
     assert tokens.dtype == np.uint16 and tokens.tolist() == [2, 0]
     with pytest.raises(ValueError):
         tokens[0] = 1
@@ -152,11 +152,9 @@ def test_files_of_llm_c_are_read_without_their_header(tmp_path, train, val):
     write_llm_c(tmp_path / f'{val}.bin', [50256, 9])
     (tmp_path / 'backup_train.bin').write_bytes(b'abcd')  # neither nanoGPT's nor llm.c's
     assert is_prepared(tmp_path)
-    tokens = open_split(tmp_path, 'train')
-    assert tokens.window(0, len(tokens)).tolist() == [50256, 0, 7, 50256, 1, 7][:3 * len(train)]
-    tokens = open_split(tmp_path, 'val')
-    assert len(tokens) == 2 and tokens.window(1, 1).tolist() == [9]
-    assert open_tokens(tmp_path / f'{val}.bin').tolist() == [50256, 9]
+    assert ids_of(tmp_path, 'train').tolist() == [50256, 0, 7, 50256, 1, 7][:3 * len(train)]
+    assert ids_of(tmp_path, 'val').tolist() == [50256, 9]
+    assert open_split(tmp_path, 'val').window(1, 1).tolist() == [9]
 
 
 def llm_c(name, **how):

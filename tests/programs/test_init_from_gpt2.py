@@ -3,7 +3,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from data.tokenfiles import open_tokens
+from tests.data.support import ids_of
 from tests.programs.support import ALPHABET, VANILLA, load, run_sample, run_train
 
 GIVEN = {name: value for name, value in VANILLA.items()
@@ -36,7 +36,7 @@ def test_finetuning_starts_at_their_loss_and_goes_down(tmp_path, hub_model, data
     # its first loss equals transformers', on one batch of 4 windows
     once = run_train(tmp_path / 'once', GIVEN, init_from=folder, max_iters=0, eval_iters=1,
                      dtype='float32').rows
-    tokens = torch.from_numpy(open_tokens(data_root / 'tiny' / 'val.bin').astype('int64'))
+    tokens = torch.from_numpy(ids_of(data_root / 'tiny', 'val').astype('int64'))
     starts = torch.randint(400 - 16, (4,), generator=torch.Generator().manual_seed(1337)).tolist()
     rows = torch.stack([tokens[i:i + 17] for i in starts])
     with torch.no_grad():

@@ -6,7 +6,7 @@ import pytest
 
 from data.making import stream
 from data.making.stream import batches
-from tests.data.making.support import DOCUMENTS, contents
+from tests.data.support import DOCUMENTS, contents
 
 
 @pytest.fixture

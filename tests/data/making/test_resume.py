@@ -9,7 +9,7 @@ import pytest
 from config.errors import UserError
 from data.making import stream
 from data.making.writer import TokenWriter, write_dataset
-from tests.data.making.support import contents, fake_hub
+from tests.data.support import contents, fake_hub
 
 
 def interrupt(run, *options, n=300):

@@ -8,8 +8,7 @@ import pytest
 
 from config.errors import UserError
 from data.making.stream import batches, encode_batch, encoded, file_documents, hub_documents
-from data.tokenfiles import open_split
-from tests.data.making.support import DOCUMENTS, Rows, contents, fake_hub
+from tests.data.support import DOCUMENTS, Rows, contents, fake_hub, ids_of
 
 
 def expected(tiny, share=0.1):
@@ -24,10 +23,9 @@ def test_max_tokens_is_exact(run, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(batches, '__defaults__', (500,))
     files = run('--max_tokens=5_000', '--shard_tokens=2_000', name='fineweb_edu')
     assert [len(files[f'train_{i:05d}.bin']) for i in range(3)] == [4000, 4000, 2000]
-    train = open_split(tmp_path / 'out', 'train')
-    assert train.window(0, 5000).tolist() == expected(tiny)['train'][:5000]
-    ids = open_split(tmp_path / 'out', 'val')
-    assert ids.window(0, len(ids)).tolist() == expected(tiny)['val'][:len(ids)] and len(ids) > 100
+    val = ids_of(tmp_path / 'out', 'val').tolist()
+    assert ids_of(tmp_path / 'out', 'train').tolist() == expected(tiny)['train'][:5000]
+    assert val == expected(tiny)['val'][:len(val)] and len(val) > 100
 
 
 def test_threads_keep_the_order_and_read_no_further_than_needed(tiny):

@@ -13,8 +13,8 @@ from data.gpt2_bpe import END_OF_TEXT
 from data.making import textfiles
 from data.making.textfiles import find_files, scan, split
 from data.making.writer import write_dataset
-from data.tokenfiles import MAGIC, open_tokens, read_meta
-from data.tokenizer import CharTokenizer, load_tokenizer
+from data.tokenfiles import MAGIC, open_split, read_meta
+from tests.data.support import contents, ids_of, texts_of
 
 
 @pytest.fixture
@@ -27,14 +27,11 @@ def root(tmp_path, monkeypatch):
 @pytest.fixture
 def run(load_prepare, root, monkeypatch):
     """Return a function that runs prepare.py with given arguments: the texts of the splits."""
-    def run(*argv, name='text', tokenizer=None):
+    def run(*argv, name='text'):
         prepare = load_prepare('text')
         monkeypatch.setattr(prepare, 'DATA_ROOT', root)
         prepare.main([str(arg) for arg in argv] + ([f'--name={name}'] if name != 'text' else []))
-        meta = read_meta(root / name)
-        decode = tokenizer or CharTokenizer(meta['stoi'], meta['itos']).decode
-        return tuple(decode(open_tokens(root / name / f'{part}.bin').tolist())
-                     for part in ('train', 'val'))
+        return texts_of(root / name)
     return run
 
 
@@ -63,14 +60,16 @@ def test_one_file_is_cut_at_its_tail_and_taken_as_it_is(run, tmp_path):
     assert run('--input', tmp_path / 'book.txt', '--val=0.5') == (text[:120], text[120:])
 
 
-def test_blocks_of_any_size_give_the_same_dataset(run, tmp_path, monkeypatch, tiny):
+@pytest.mark.parametrize('tokenizer', ['char', 'gpt2'])
+def test_blocks_of_any_size_give_the_same_dataset(run, root, tmp_path, monkeypatch, tiny,
+                                                  tokenizer):
     (tmp_path / 'book.txt').write_text('Some  text,\r\n of thé file. ' * 10)
-    expected = run('--input', tmp_path / 'book.txt')
-    bpe = run('--input', tmp_path / 'book.txt', '--tokenizer=gpt2', tokenizer=list)
-    for size in (1, 5, 64):
+    found = []
+    for size in (textfiles.BLOCK, 1, 5, 64):
         monkeypatch.setattr(textfiles.read_blocks, '__defaults__', (size,))
-        assert run('--input', tmp_path / 'book.txt') == expected
-        assert run('--input', tmp_path / 'book.txt', '--tokenizer=gpt2', tokenizer=list) == bpe
+        run('--input', tmp_path / 'book.txt', f'--tokenizer={tokenizer}')
+        found.append(contents(root / 'text'))
+    assert found == [found[0]] * 4
 
 
 def test_whole_files_are_held_out_and_parted(run, files, tmp_path, capsys):
@@ -95,13 +94,12 @@ def test_tokens_are_learned_from_the_training_split_and_end_of_text_follows_each
     for name, text in words.items():
         (tmp_path / name).write_text(text)
     paths = [tmp_path / name for name in words]
-    train, val = run('--input', *paths, '--tokenizer=bpe:300', tokenizer=list)
+    train, val = run('--input', *paths, '--tokenizer=bpe:300')
+    assert val == words['c.txt'] + END_OF_TEXT
+    assert train == words['a.txt'] + END_OF_TEXT + words['b.txt'] + END_OF_TEXT
     meta = read_meta(root / 'text')
-    decode = load_tokenizer(meta).decode
-    assert decode(val) == words['c.txt'] + END_OF_TEXT
-    assert decode(train) == words['a.txt'] + END_OF_TEXT + words['b.txt'] + END_OF_TEXT
     assert ' three' in meta['stoi'] and not any('ze' in token for token in meta['stoi'])
-    assert max(train) == meta['vocab_size'] - 1
+    assert ids_of(root / 'text', 'train').max() == meta['vocab_size'] - 1
 
 
 @pytest.mark.parametrize('sizes, train, val', [
@@ -226,7 +224,7 @@ def test_a_file_that_changes_meanwhile_is_an_error_and_the_older_dataset_stays(r
     monkeypatch.setattr(textfiles, 'split', split_then_change)
     with pytest.raises(UserError, match='changed while it was read'):
         run('--input', path)
-    assert open_tokens(root / 'text' / 'train.bin').size == len(old[0]) == 90
+    assert len(ids_of(root / 'text', 'train')) == len(old[0]) == 90
     assert {p.name for p in (root / 'text').iterdir()} == {
         'meta.pkl', 'source.json', 'train.bin', 'val.bin'}
 
@@ -242,4 +240,4 @@ def test_memory_does_not_grow_with_the_files(root, tmp_path):
     finally:
         tracemalloc.stop()
     assert peak < 25_000_000  # a block of a million characters briefly needs ids of 4 and 8 bytes
-    assert open_tokens(root / 'text' / 'train.bin').size == 9_000_000
+    assert len(open_split(root / 'text', 'train')) == 9_000_000

@@ -12,7 +12,8 @@ import pytest
 from config.errors import UserError
 from data.datasets import DATA_ROOT
 from data.making import tinyshakespeare
-from data.tokenfiles import open_tokens, read_meta
+from data.tokenfiles import read_meta
+from tests.data.support import ids_of
 
 TEXT = 'First Citizen:\nthe end, the end!\n\n' * 3 + 'Z'
 
@@ -25,7 +26,7 @@ def text_file(tmp_path):
 
 
 def tokens(folder):
-    return {split: open_tokens(folder / f'{split}.bin').tolist() for split in ('train', 'val')}
+    return {split: ids_of(folder, split).tolist() for split in ('train', 'val')}
 
 
 def test_characters_as_nanogpt_numbers_them(load_prepare, text_file, tmp_path):

@@ -11,9 +11,7 @@ import pytest
 from config.errors import UserError
 from data.making.writer import TokenWriter, write_dataset
 from data.tokenfiles import is_prepared, open_split
-from tests.data.making.support import contents
-
-META = {'vocab_size': 3, 'itos': {0: 'a', 1: 'b', 2: 'c'}, 'stoi': {'a': 0, 'b': 1, 'c': 2}}
+from tests.data.support import META, contents
 
 
 def names(folder):

@@ -1,0 +1,49 @@
+"""Helpers for the tests of data sets."""
+import io
+import sys
+import tarfile
+import types
+
+from data.tokenfiles import open_split, read_meta
+from data.tokenizer import load_tokenizer
+
+DOCUMENTS = [f'the document number {i}, ' * (1 + i % 5) for i in range(400)]
+META = {'vocab_size': 3, 'itos': {0: 'a', 1: 'b', 2: 'c'}, 'stoi': {'a': 0, 'b': 1, 'c': 2}}
+
+
+def contents(folder):
+    """{relative path: bytes} of all files but the lock; unfinished preparations have subfolders."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob('*')
+            if path.is_file() and path.name != '.prepare.lock'}
+
+
+def ids_of(folder, split):
+    tokens = open_split(folder, split)
+    return tokens.window(0, len(tokens))
+
+
+def texts_of(folder):
+    """The texts of train and val."""
+    decode = load_tokenizer(read_meta(folder)).decode
+    return decode(ids_of(folder, 'train')), decode(ids_of(folder, 'val'))
+
+
+def tar_gz(files):
+    """The bytes of a .tar.gz of {name: bytes}."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode='w:gz') as tar:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+class Rows(list):
+    def skip(self, n):
+        return Rows(self[n:])
+
+
+def fake_hub(monkeypatch, load_dataset, version='4.0.0'):
+    module = types.SimpleNamespace(load_dataset=load_dataset, __version__=version)
+    monkeypatch.setitem(sys.modules, 'datasets', module)
