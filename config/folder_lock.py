@@ -81,7 +81,6 @@ def _suppressed(remove) -> None:
 
 
 def _open_locked(path, remedy):
-    """Open the file at `path`, creating it and its folder, and lock it."""
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:

@@ -207,10 +207,10 @@ class GPTConfig:
         refuse('key_offset', D % 4, f'needs head_dim (it is {D}) to be a multiple of 4')
         refuse('key_offset', self.kv_latent, f'does not go with kv_latent={self.kv_latent}')
         if self.kv_head_pattern:
-            of_global = [n for n, kind in zip(self._numbers('kv_head_pattern'), self.layer_pattern)
-                         if n and kind == 'G']
-            refuse('kv_latent', of_global, 'a latent has no K/V heads; kv_head_pattern='
-                   f'{self.kv_head_pattern!r} has some in a global layer')
+            heads = zip(self._numbers('kv_head_pattern'), self.layer_pattern)
+            refuse('kv_latent', any(n and kind == 'G' for n, kind in heads),
+                   f'a latent has no K/V heads; kv_head_pattern={self.kv_head_pattern!r} has some '
+                   'in a global layer')
         if self.kv_stride > 1:
             refuse('kv_stride', no_global, for_global)
             refuse('kv_stride', self.kv_stride > self.block_size,

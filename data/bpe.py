@@ -49,7 +49,6 @@ def learn_bpe(texts: Iterable[str], vocab_size: int) -> dict:
 
 
 def _cut_long_words(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the texts in pieces without long words, and report at the end if there were any."""
     n_cuts = 0
     for text in texts:
         start = 0

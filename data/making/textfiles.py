@@ -238,7 +238,6 @@ def _walk(folder: Path) -> list[Path]:
 
 
 def _report(what: str, reasons: dict[Path | str, str]) -> None:
-    """Report on stderr what was skipped, listing the first few paths and their reasons."""
     named = '; '.join(f'{str(path)!r}: {reason}' for path, reason in list(reasons.items())[:NAMED])
     more = f'; and {len(reasons) - NAMED:,} more' if len(reasons) > NAMED else ''
     print(f'skipped {what} ({named}{more})', file=sys.stderr)

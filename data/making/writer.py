@@ -207,7 +207,6 @@ class TokenWriter:
                 raise
 
     def _record(self, complete: bool) -> None:
-        """Write progress.json: the files, and whether they are the entire dataset."""
         files = {path.name: path.stat().st_size for path in self._new.iterdir()
                  if path.suffix != '.tmp' and path.name != PROGRESS}
         with replacing(self._new / PROGRESS) as part:

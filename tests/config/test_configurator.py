@@ -189,11 +189,15 @@ def test_config_file_that_is_not_text_is_named(tmp_path, content):
     assert str(path) in refused(str(path))
 
 
-def test_keys_of_another_program_in_a_file_are_passed_over(file):
-    path = file('eval_iters = 3\nout_dir = "o"\ntemperature = 0.5\nbudget = "1GB"')
-    s = parse(path, program='sample')
-    assert (s.out_dir, s.temperature) == ('o', 0.5) and not hasattr(s, 'eval_iters')
-    assert parse(path).eval_iters == 3 and not hasattr(parse(path), 'temperature')
+def test_keys_and_choices_of_another_program_in_a_file_are_passed_over(file):
+    path = file('eval_iters = 3\nout_dir = "o"\ntemperature = 0.5\nbudget = "1GB"\n'
+                'init_from = "scratch"')
+    s, t = parse(path, program='sample'), parse(path)
+    assert (s.out_dir, s.temperature, s.init_from) == ('o', 0.5, 'resume')
+    assert (t.out_dir, t.eval_iters, t.init_from) == ('o', 3, 'scratch')
+    assert not hasattr(s, 'eval_iters') and not hasattr(t, 'temperature')
+    for program in ('train', 'sample'):
+        assert "'scrach'" in refused(file("init_from = 'scrach'"), program=program)
 
 
 # -- what is printed -------------------------------------------------------------------------------
@@ -270,11 +274,3 @@ def test_run_program_shows_warnings_as_one_line_without_their_source():
             "configurator.run_program(lambda: warnings.warn('two\\nlines', stacklevel=1))")
     done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, 'warning: two lines\n')
-
-
-def test_a_choice_of_another_program_in_a_shared_file_is_ignored(file):
-    path = file("init_from = 'scratch'")
-    assert parse(path, program='sample').init_from == 'resume'
-    assert parse(path).init_from == 'scratch'
-    for program in ('train', 'sample'):
-        assert "'scrach'" in refused(file("init_from = 'scrach'"), program=program)

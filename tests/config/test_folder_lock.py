@@ -17,7 +17,6 @@ from config.folder_lock import only_writer
 ROOT = Path(lock.__file__).resolve().parents[1]
 HOLDER = '''
 import sys, time
-sys.path.insert(0, {root!r})
 from pathlib import Path
 from config.folder_lock import only_writer
 with only_writer(Path(sys.argv[1]), ''):
@@ -27,35 +26,24 @@ with only_writer(Path(sys.argv[1]), ''):
 '''
 
 
-@pytest.fixture
-def holder(tmp_path):
-    """A process that holds the lock of tmp_path/out."""
-    process = subprocess.Popen([sys.executable, '-c', HOLDER.format(root=str(ROOT)),
-                                str(tmp_path / 'out')],
-                               stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == 'held\n'
-    yield process
-    process.kill()
-    process.wait()
-
-
-def test_a_second_writer_is_told_who_has_it(holder, tmp_path):
-    with pytest.raises(UserError) as refused, only_writer(tmp_path / 'out', 'Wait.'):
+@pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGTERM])
+def test_a_second_writer_is_told_who_has_it_until_that_one_is_killed(tmp_path, number):
+    out = tmp_path / 'out'
+    holder = subprocess.Popen([sys.executable, '-c', HOLDER, str(out)], cwd=ROOT,
+                              stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == 'held\n'
+    with pytest.raises(UserError) as refused, only_writer(out, 'Wait.'):
         raise AssertionError('two writers')
     told = str(refused.value)
-    assert told.startswith(f"{tmp_path / 'out'} is being written by process {holder.pid} on ")
+    assert told.startswith(f'{out} is being written by process {holder.pid} on ')
     assert ' since 20' in told and '-c' in told and told.endswith('. Wait.')
-    assert {path.name for path in (tmp_path / 'out').iterdir()} == {'.lock', 'written'}  # untouched
-
-
-@pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGTERM])
-def test_one_that_was_killed_is_no_obstacle(holder, tmp_path, number):
+    assert {path.name for path in out.iterdir()} == {'.lock', 'written'}  # untouched
     holder.send_signal(number)
     holder.wait()
-    assert (tmp_path / 'out' / '.lock').exists()
-    with only_writer(tmp_path / 'out', ''):
-        assert f'process {os.getpid()} on ' in (tmp_path / 'out' / '.lock').read_text()
-    assert not (tmp_path / 'out' / '.lock').exists()
+    assert (out / '.lock').exists()
+    with only_writer(out, ''):
+        assert f'process {os.getpid()} on ' in (out / '.lock').read_text()
+    assert not (out / '.lock').exists()
 
 
 def test_a_folder_in_which_nothing_was_written_is_gone_again(tmp_path):

@@ -108,13 +108,12 @@ def edit(new, **changes):
 @pytest.mark.parametrize('damage', [
     lambda new: (new / 'val.bin').unlink(),
     *[lambda new, text=text: (new / 'progress.json').write_text(text)
-      for text in ('', '[' * 100_000, '[1]', '{}', '7', '\0', '{"key": {}, "files": {}}')],
+      for text in ('', '[' * 100_000, '[1]', '{"key": {}, "files": {}}')],
     *[lambda new, changes=changes: edit(new, **changes) for changes in (
-        {'files': {'val.bin': 'x'}}, {'files': {'val.bin': -2}}, {'files': {'val.bin': 2.5}},
-        {'files': {'val.bin': None}}, {'files': {'\0': 2}}, {'files': {'../../victim.bin': 0}},
-        {'files': ['val.bin']}, {'files': None}, {'key': None}, {'key': []}, {'documents': None},
-        {'documents': -1}, {'documents': 1e3}, {'complete': 1}, {'complete': None},
-        {'complete': True, 'files': {}}, {'complete': True, 'files': {'train.bin': 'x'}})]])
+        {'files': {'val.bin': 'x'}}, {'files': {'val.bin': -2}},
+        {'files': {'../../victim.bin': 0}}, {'files': ['val.bin']}, {'key': []},
+        {'documents': -1}, {'documents': 1e3}, {'complete': 1},
+        {'complete': True, 'files': {}})]])
 def test_damaged_progress_starts_afresh(tmp_path, capsys, damage):
     out, new = tmp_path / 'out', tmp_path / 'out' / '.new.tmp'
     with pytest.raises(KeyboardInterrupt), TokenWriter(out, key={'val': 1}) as writer:
