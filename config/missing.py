@@ -3,7 +3,7 @@ import os
 import sys
 from pathlib import Path
 
-REQUIRED = ('torch', 'numpy', 'rich')
+REQUIRED = ('torch', 'numpy', 'rich', 'tiktoken', 'tokenizers')
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -25,14 +25,12 @@ def learn_bpe(texts: Iterable[str], vocab_size: int) -> dict:
     """Learn at most `vocab_size` tokens from `texts`. Returns the contents of meta.pkl.
 
     Words are split at the ends of the texts, and after LONGEST_WORD characters, with a note.
-    Raises UserError for a vocab_size outside 257 to 65,536, or if tokenizers is not installed.
+    Raises UserError for a vocab_size outside 257 to 65,536.
     """
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
     if not FEWEST <= vocab_size <= MOST:
         raise UserError(f'tokenizer=bpe:{vocab_size}: allowed are {FEWEST} to {MOST:,} tokens')
-    try:
-        from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-    except ImportError:
-        raise UserError('learning a BPE needs tokenizers: pip install tokenizers') from None
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     letters = byte_letters()
     tokenizer = Tokenizer(models.BPE())

@@ -38,13 +38,10 @@ def gpt2_encoding() -> Any:
     """Load the tiktoken.Encoding 'gpt2': 50,257 ids, of which 50256 is '<|endoftext|>'.
 
     Tries nanoKV's cache, then tiktoken (its cache, its download), then pip. Raises UserError if
-    tiktoken is not installed or none of them has the vocabulary.
+    none of them has the vocabulary.
     """
-    try:
-        import tiktoken
-    except ImportError:
-        raise UserError("GPT-2's tokenizer needs tiktoken: `pip install tiktoken` "
-                        '(its vocabulary is downloaded on first use)') from None
+    import tiktoken
+
     try:
         ranks = read_checked(cache_folder() / 'gpt2.tiktoken', RANKS_SHA256, 'ranks')
     except UserError:  # missing or damaged

@@ -21,7 +21,7 @@ def load_tokenizer(meta: dict | None) -> 'CharTokenizer | BPETokenizer':
     """Return the tokenizer of a dataset with this meta.pkl (see tokenfiles.read_meta).
 
     Characters if it has stoi and itos, or the BPE that `learn_bpe` made; otherwise GPT-2's BPE, as
-    in nanoGPT. Raises UserError if tiktoken or its vocabulary is needed but not available.
+    in nanoGPT. Raises UserError if GPT-2's vocabulary is needed but not available.
     """
     if meta is not None and meta.get('tokenizer') == 'bpe':
         return BPETokenizer(learned_encoding(meta['stoi']))
@@ -89,8 +89,8 @@ class BPETokenizer(Tokenizer):
     """A byte pair encoding, using tiktoken.
 
     encoding: a `tiktoken.Encoding` with '<|endoftext|>'; None = GPT-2's. end_of_text: the id of
-    '<|endoftext|>', or None. Raises UserError if tiktoken is not installed, or GPT-2's encoding is
-    neither cached nor reachable (see gpt2_bpe.py).
+    '<|endoftext|>', or None. Raises UserError if GPT-2's encoding is neither cached nor reachable
+    (see gpt2_bpe.py).
     """
 
     def __init__(self, encoding: Any = None):

@@ -6,6 +6,7 @@ import urllib.error
 import urllib.request
 
 import pytest
+import tiktoken
 
 from config.errors import UserError
 from data import gpt2_bpe
@@ -14,8 +15,6 @@ from data.datasets import DATA_ROOT
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch, tmp_path_factory):
-    tiktoken = pytest.importorskip('tiktoken')
-
     def refuse(error):
         def call(*args, **kwargs):
             raise error

@@ -11,7 +11,7 @@ from data.gpt2_bpe import END_OF_TEXT, encode_text
 from data.long_texts import alphabet_meta, bpe_arrays, char_encoder
 from data.tokenfiles import TokenSplit, meta_problem
 from data.tokenizer import BPETokenizer, bytes_per_token, load_tokenizer
-from interop.tokenizer_files import byte_pairs, save_tokenizer, tokenizer_in
+from interop.tokenizer_files import save_tokenizer, tokenizer_in
 
 TEXT = ('The cat that sat there thought of the other thing, then of others; café, 你好.\n\n' * 5
         + 'MACBETH. Is this a dagger which I see before me, the handle toward my hand?\n')
@@ -34,13 +34,6 @@ def test_any_text_round_trips_and_the_special_token_is_not_made_from_it(text):
     ids = TOKENIZER.encode(text + END_OF_TEXT, special=False)
     assert TOKENIZER.decode(ids) == text + END_OF_TEXT and 319 not in ids
     assert TOKENIZER.encode(END_OF_TEXT) == [319]
-
-
-@given(st.text(alphabet=sorted(set(TEXT)), min_size=5))
-def test_ids_are_those_of_the_merges_in_order(text):
-    """The library's own encoding, from the pairs that were merged."""
-    reference = byte_pairs(learned_encoding(META['stoi']))
-    assert reference.encode(text).ids == TOKENIZER.encode(text)
 
 
 def test_half_a_surrogate_pair_is_a_replacement_character():

@@ -68,11 +68,12 @@ def test_the_environment_is_named_where_there_is_one(tmp_path, monkeypatch, caps
     (tmp_path / '.venv/bin/activate').touch()
     monkeypatch.setattr(missing, 'ROOT', tmp_path)
     monkeypatch.chdir(tmp_path)
-    for name in ('rich', 'pandas'):
+    for name in ('rich', 'tiktoken', 'tokenizers', 'pandas'):
         missing.excepthook(ModuleNotFoundError, ModuleNotFoundError(name, name=name), None)
     activate, traceback = os.path.join('.venv', 'bin', 'activate'), 'ModuleNotFoundError: pandas\n'
     message = capsys.readouterr().err
-    assert f'has no rich: activate the environment (source {activate}) or install with' in message
+    for name in ('rich', 'tiktoken', 'tokenizers'):
+        assert f'has no {name}: activate the environment (source {activate}) or inst' in message
     assert message.endswith(traceback)
 
 
