@@ -181,8 +181,9 @@ def _find(arg: str, takes_folder: bool) -> Path:
     if takes_folder and not arg.endswith('.py'):
         kind, known = 'folder of a run', [path.parent for path in Path().glob('out*/ckpt.pt')]
     else:
+        modules = ('__init__.py', 'folder_lock.py', 'gpt_config.py')
         kind, known = 'config file', [f'config/{path.name}' for path in ROOT.glob('config/*_*.py')
-                                      if path.name not in ('gpt_config.py', '__init__.py')]
+                                      if path.name not in modules]
     known = sorted(map(str, known))
     near = difflib.get_close_matches(arg, known, n=1)
     if near:

@@ -85,6 +85,7 @@ class CharTokenizer(Tokenizer):
         text = self.itos.get(int(token))
         return None if text is None else text.encode(errors='replace')
 
+
 class BPETokenizer(Tokenizer):
     """A byte pair encoding, using tiktoken.
 
@@ -116,6 +117,7 @@ class BPETokenizer(Tokenizer):
             return self.encoding.decode_single_token_bytes(int(token))
         except (KeyError, OverflowError):  # a padding id, a negative id
             return None
+
 
 class TextStream:
     """Decodes ids one at a time. The returned strings, joined, equal `decode` of all the ids."""

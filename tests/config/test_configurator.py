@@ -133,12 +133,13 @@ LOCALE = 'config/train_mqa_locale.py'
     (['\u2014max_iters=5'], ['as in --max_iters=5']),
     (['--compile', 'false'], ["--compile takes True or False, not 'false'"]),
     (['--compile', '0'], ["--compile takes True or False, not '0'"]),
-    ([''], ['an argument is empty']), ([LOCALE], [f"'{LOCALE}'", 'train_mqa_local.py'])])
+    ([''], ['an argument is empty']), (['nothing.py'], ['there are config/', 'char_vanilla.py']),
+    ([LOCALE], [f"'{LOCALE}'", 'train_mqa_local.py'])])
 def test_an_argument_that_is_refused_is_named_with_the_remedy(argv, words):
     message = refused(*argv)
     assert [word for word in words if word not in message] == []
     assert ('did you mean' in message) == (argv in (['--learnin_rate=1'], [LOCALE]))
-    assert 'gpt_config' not in message  # no config file
+    assert 'gpt_config' not in message and 'folder_lock' not in message  # no config files
 
 
 def test_all_unknown_keys_of_a_file_are_named(file):
