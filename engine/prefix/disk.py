@@ -25,6 +25,7 @@ from kv.parts import parts_of
 from kv.plan import LOCAL
 
 VERSION = 4
+PARTS = 'page', 'local', 'state'
 ABANDONED = 3600.0  # age in seconds at which temporary files are deleted
 FINGERPRINT, FILE = re.compile('[0-9a-f]{32}'), re.compile(r'[0-9a-f]*\.safetensors')
 
@@ -82,9 +83,9 @@ class DiskTier:
         complete = block.saved >= block.n_local and block.saved_state >= has_state
         if complete and path in self._sizes:
             return self.touch([block.key])
-        about = self._identity(block.parent.key, block.tokens) | {'n_local': str(block.n_local)}
-        tensors = {'page': page, 'local': block.local, 'state': block.state}
-        tensors = {name: x for name, x in tensors.items() if x is not None}
+        about = self._identity(block) | {'n_local': str(block.n_local)}
+        parts = zip(PARTS, (page, block.local, block.state))
+        tensors = {name: x for name, x in parts if x is not None}
         temporary = path.with_suffix(f'.{uuid.uuid4().hex}.tmp')
         try:
             if any(x.is_pinned() for x in tensors.values()):
@@ -120,8 +121,9 @@ class DiskTier:
                 with contextlib.suppress(OSError):  # another process may have deleted it
                     self._stamp(path)
 
-    def _identity(self, before, tokens) -> dict:
-        return {'fingerprint': self.fingerprint, 'tokens': tokens.hex(), 'before': before.hex()}
+    def _identity(self, block) -> dict:
+        return {'fingerprint': self.fingerprint, 'tokens': block.tokens.hex(),
+                'before': block.parent.key.hex()}
 
     def _stamp(self, path):
         """Set a modification time after all earlier ones: the file system's clock is too coarse."""
@@ -132,23 +134,23 @@ class DiskTier:
         """Delete the file of a block, if there is one."""
         self._delete(self._path(key))
 
-    def read(self, key: bytes, before: bytes, tokens: bytes) -> tuple[dict, int] | None:
-        """Return ({'page': .., 'local': .., 'state': ..}, n_local) of the block with these tokens
-        after the block with key `before`; None if there is none. Tensors may be absent."""
+    def read(self, block) -> tuple | None:
+        """Return (page, local, state, n_local) of a block; None if there is none. Each of the first
+        three is a tensor or None."""
         from safetensors import safe_open
-        path = self._path(key)
+        path = self._path(block.key)
         if path not in self._sizes:
             return None
         try:
             with safe_open(path, 'pt') as file:
                 about = file.metadata() or {}
-                if not self._identity(before, tokens).items() <= about.items():
+                if not self._identity(block).items() <= about.items():
                     return None
                 # clone, since each would map its file, and a process may have only 65,530 mappings
                 tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
             if about.pop('hash', '') != _hash(about, tensors):
                 raise ValueError('hash mismatch')
-            return tensors, int(about['n_local'])
+            return *map(tensors.get, PARTS), int(about['n_local'])
         except Exception as e:  # a damaged file may raise anything
             warnings.warn(f'{path} cannot be read and counts as missing: {type(e).__name__}: {e}',
                           stacklevel=2)

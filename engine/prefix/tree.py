@@ -234,7 +234,7 @@ class BlockTree:
             if block is not None:
                 return block
             block = Block(piece[:n], parent)
-            found = self._read(block)
+            found = self.disk.read(block)
             if found is not None:
                 break
         else:
@@ -248,17 +248,9 @@ class BlockTree:
     def _local_from_disk(self, block, n) -> None:
         """Read the local parts that were dropped, and that resuming after n tokens of it takes."""
         for each, start, _ in self._window(block, n):
-            found = self._read(each) if each.n_local < each.n - start <= each.saved else None
-            if found:
+            wanted = each.n_local < each.n - start <= each.saved
+            if wanted and (found := self.disk.read(each)):
                 self._set_local(each, found[1], found[3])
-
-    def _read(self, block):
-        """(page, local, state, n_local) of a block on disk, or None."""
-        found = self.disk.read(block.key, block.parent.key, block.tokens)
-        if found is None:
-            return None
-        buffers, n_local = found
-        return *(buffers.get(name) for name in ('page', 'local', 'state')), n_local
 
     def _to_disk(self, block) -> None:
         in_pool = block.copy is None and block.page >= 0

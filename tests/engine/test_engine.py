@@ -122,18 +122,13 @@ def test_requests_come_and_are_cancelled_and_steps_fail_at_any_time(kind, asynch
 
 # -- events and texts ------------------------------------------------------------------------------
 
-def text_alone(text='abc', **params):
-    """The completion of the full-stack model, with a tokenizer, as the only request."""
-    params = SamplingParams(temperature=1.5, **params)
-    return alone(model_of('full stack'), text, params, tokenizer=TOKENIZER)
-
-
 @pytest.mark.parametrize('budget', [0, 16])
 def test_streamed_text_ends_before_the_stop_text(budget):
     """Even if stop texts straddle tokens, end with the last one or are incomplete there, or are the
     text of a stop token; and after preemption."""
     model, texts = model_of('full stack'), ['ab', 'cde', 'wvutsrq', 'a', 'bc', 'abc']
-    whole = [text_alone(text, max_new_tokens=40, seed=k).text for k, text in enumerate(texts)]
+    whole = [alone(model, text, SamplingParams(40, temperature=1.5, seed=k),
+                   tokenizer=TOKENIZER).text for k, text in enumerate(texts)]
     stops = [(whole[0][9:12],), (whole[1][20:22], 'zz'), (whole[2][-2:] + 'z',),
              (whole[3][:1] + 'z', whole[3][30:34]), (whole[4][-3:],), (whole[5][20],)]
     params = [SamplingParams(40, temperature=1.5, seed=k, stop=s) for k, s in enumerate(stops)]

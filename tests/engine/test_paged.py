@@ -27,12 +27,8 @@ def past_two_wraps(config):
     return 2 * max(config.window_size, 4) + 9
 
 
-def pages_for(n, page_size):
-    return (n + page_size - 1) // page_size
-
-
 def ample(batch, room, page_size):
-    return dict(cache_class=PagedKVCache, n_pages=batch * pages_for(room, page_size),
+    return dict(cache_class=PagedKVCache, n_pages=batch * -(-room // page_size),
                 page_size=page_size)
 
 

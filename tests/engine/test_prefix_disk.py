@@ -16,16 +16,11 @@ from engine.requests.params import SamplingParams
 from engine.prefix.disk import DiskTier, fingerprint
 from engine.weights.quantize import quantize_weights
 from model import GPT, GPTConfig
-from tests.engine.test_prefix_store import World
+from tests.engine.test_prefix_store import World, shrink
 from tests.helpers.models import FULL_STACK, random_model
 from tests.helpers.serving import KINDS, TOKENIZER, alone, assert_same, budget_for, model_of, prompt
 
 PARAMS = SamplingParams(6, seed=3)
-
-
-def shrink(store, budget):
-    store.budget = budget
-    store._shrink()
 
 
 def engine_of(folder, model=None, budget=10 ** 9, **more):
@@ -206,7 +201,7 @@ def test_a_full_disk_or_another_process_that_deletes_amid_a_write(tmp_path, monk
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter('always')
         engine.close()
-        assert engine.prefix.disk.read(next(iter(engine.prefix.blocks)).key, b'', b'') is None
+        assert engine.prefix.disk.read(next(iter(engine.prefix.blocks))) is None
     [warning] = warned  # not one for each block
     said = 'cannot be written, so its prefix is not stored' if full else 'cannot be read'
     assert said in str(warning.message) and ('No space' in str(warning.message)) == full

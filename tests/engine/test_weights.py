@@ -158,14 +158,11 @@ def test_the_embedding_is_the_output_layers_matrix(native_on):
 
 @pytest.mark.parametrize('dtype', ['int8', 'int4'])
 def test_quantized_layers_clamp_their_inputs_too(native_on, dtype):
-    plain, clamped = model_with(), model_with(act_clamp=0.5)
-    idx, x = tokens(2, 30), 3 * torch.randn(5, 64)
-    expected = full_logits(clamped, idx)
+    clamped, plain = (model_with(act_clamp=clamp) for clamp in (0.5, 0))
+    x = 3 * torch.randn(5, 64)
     for model in (plain, clamped):
         quantize_weights(model, dtype, 16)
-    gaps = [(full_logits(model, idx) - expected).abs().mean() for model in (clamped, plain)]
-    assert gaps[0] < {'int8': 0.1, 'int4': 0.4}[dtype] * expected.std() and gaps[0] < gaps[1] / 2
-    [layer, unclamped] = [model.transformer.h[2].mlp.c_fc for model in (clamped, plain)]
+    layer, unclamped = (model.transformer.h[2].mlp.c_fc for model in (clamped, plain))
     assert torch.equal(layer(x), unclamped(x.clamp(-0.5, 0.5)))
     assert not torch.equal(layer(x), unclamped(x))
 

@@ -9,6 +9,7 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -287,7 +288,9 @@ def test_prefix_files_that_are_none_count_as_missing(tmp_path):
 
     def read(folder):
         again = DiskTier(folder, 'f' * 64, 2 ** 20)
-        return [again.read(bytes([n] * 16), b'', b'') for n in (0, 1)]
+        blocks = [SimpleNamespace(key=bytes([n] * 16), tokens=b'', parent=SimpleNamespace(key=b''))
+                  for n in (0, 1)]
+        return [again.read(block) for block in blocks]
     assert limited(read, tmp_path) == [None, None]
 
 
