@@ -5,7 +5,6 @@ Notation: N parameters, L layers, H query heads, Hkv key/value heads, D head_dim
 F mlp_hidden, V vocab_size, T sequence length, W window_size. A multiply-add is two FLOPs.
 """
 import re
-from typing import NamedTuple
 
 import torch
 
@@ -27,19 +26,9 @@ def estimate_mfu(model, fwdbwd_per_iter: int, dt: float) -> float:
     return per_token * c.block_size * fwdbwd_per_iter / dt / A100_BF16_FLOPS
 
 
-class FlopsPerToken(NamedTuple):
-    """Forward and backward FLOPs per token; see `flops_per_token`."""
-    weights: float
-    attention: float
-
-    @property
-    def total(self) -> float:
-        return self.weights + self.attention
-
-
-def flops_per_token(model, T: int = 0) -> FlopsPerToken:
-    """Return model FLOPs per token, forward and backward, averaged over the positions of a sequence
-    of T tokens (0 = block_size).
+def flops_per_token(model, T: int = 0) -> tuple[float, float]:
+    """Return model FLOPs per token of weights and of attention, forward and backward, averaged over
+    the positions of a sequence of T tokens (0 = block_size).
 
         weights    6 * (elements of all weight matrices)
                      = 6 * (V*C for lm_head, and the sum over layers of
@@ -68,15 +57,14 @@ def flops_per_token(model, T: int = 0) -> FlopsPerToken:
     matrices = sum(p.numel() for name, p in model.named_parameters()  # lm_head is wte
                    if p.dim() == 2 and name != 'transformer.wpe.weight')
     keys = sum(total_keys(layer, T) for layer in plan.layers) / T
-    attention = 12 * plan.n_head * plan.head_dim * keys
-    return FlopsPerToken(6 * matrices, attention)
+    return 6 * matrices, 12 * plan.n_head * plan.head_dim * keys
 
 
 def achieved(model, sequences: int, dt: float, T: int = 0) -> float:
     """Return model TFLOP/s, forward and backward, for `sequences` sequences of T tokens (0 =
     block_size) in `dt` seconds."""
     T = T or model.config.block_size
-    return flops_per_token(model, T).total * T * sequences / dt / 1e12
+    return sum(flops_per_token(model, T)) * T * sequences / dt / 1e12
 
 
 # Peak dense TFLOP/s with float32 accumulation, from NVIDIA's data sheets and whitepapers (numbers

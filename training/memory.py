@@ -34,10 +34,9 @@ from training.loss import linear_cross_entropy, rows_at_a_time
 from training.memory_use import free_memory, measure
 from training.offload import offloaded
 from training.optim import state_name
-from training.recompute import policy_of, set_recompute
+from training.recompute import NAMES, policy_of, set_recompute
 from training.z_loss import add_z_loss
 
-FASTEST_FIRST = ('none', 'selective', 'mlp', 'block', 'sqrt')
 USABLE = 0.9  # fraction of the free memory; the rest is for workspaces and fragmentation
 LARGEST = 2 ** 20  # sequences
 PARTS = {'parameters': 'parameters', 'gradients': 'gradients', 'optimizer': 'optimizer state',
@@ -52,7 +51,7 @@ class Plans:
     the CPU's kernels, because autograd needs a CUDA device even for fake tensors.
 
     Attributes:
-        policies: the fastest first.
+        policies: those that can be used, the fastest first.
         whole: the largest batch size whose logits are not chunked; 0 if none ever are.
     """
 
@@ -75,9 +74,8 @@ class Plans:
             native.speed_up(self.model)
         if s.attention_backend in ('math', 'sdpa'):  # the others need as much as 'auto'
             self.model.attention_backend = s.attention_backend
-        self.policies = FASTEST_FIRST
-        if self.device.type == 'cuda' and not s.compile:
-            self.policies += ('offload',)
+        offloads = self.device.type == 'cuda' and not s.compile
+        self.policies = [name for name in NAMES if name != 'offload' or offloads]
         rows = rows_at_a_time(config.vocab_size, self.device.type)
         self.whole = rows // s.block_size if s.chunked_loss else 0
         self._cache = {}

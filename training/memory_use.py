@@ -75,7 +75,6 @@ class StorageTracker(TorchDispatchMode):
             lm_head's weight).
         offloaded: bytes on other devices now.
         flops: for matmuls and attention (causal masks count as full), by torch's formulas.
-        in_backward: must be set before `loss.backward()`.
     """
 
     def __init__(self, model):
@@ -84,7 +83,6 @@ class StorageTracker(TorchDispatchMode):
         self.final_norm, self.head_shape = model.transformer.ln_f, model.lm_head.weight.shape
         self.label, self.live = ACTIVATIONS, Counter()
         self.total = self.peak = self.loss_peak = self.offloaded = self.flops = 0
-        self.in_backward = False
         self._finalizers = {}
 
     def __enter__(self):
@@ -105,7 +103,7 @@ class StorageTracker(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        if func is aten.add.Tensor and self.in_backward and not torch.is_grad_enabled():
+        if func is aten.add.Tensor and self.label == BACKWARD and not torch.is_grad_enabled():
             self._accumulate_in_place(*args[:2])
         out = func(*args, **kwargs)
         input_storages = {id(x.untyped_storage()) for x in inputs}
@@ -199,7 +197,6 @@ def _track_step(model, batch, autocast, optimizer, accumulate):
         with autocast:
             loss = model(*batch)[1]
         activations, on_host = tracker.live[ACTIVATIONS], tracker.offloaded
-        tracker.in_backward = True
         loss.backward()
     parameters, gradients, state = state_bytes(model, optimizer)
     peak = max(gradients, tracker.peak + gradients * accumulate)

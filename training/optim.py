@@ -148,7 +148,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
     """Several optimizers of different parameters as one, with the groups and the state of all."""
 
     def __init__(self, *parts: torch.optim.Optimizer):
-        self.parts, self.sizes = parts, [len(part.param_groups) for part in parts]
+        self.parts = parts
         super().__init__([group for part in parts for group in part.param_groups], {})
         self._share()
 
@@ -158,7 +158,8 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
     def _share(self):
         start = 0
-        for part, n in zip(self.parts, self.sizes):
+        for part in self.parts:
+            n = len(part.param_groups)
             part.param_groups, part.state = self.param_groups[start:start + n], self.state
             start += n
 

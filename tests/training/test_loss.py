@@ -4,8 +4,6 @@ import torch
 import torch.nn.functional as F
 
 import training.loss
-from model import GPT, GPTConfig
-from tests.helpers.models import FULL_STACK, tokens
 from training.loss import cross_entropy, linear_cross_entropy
 
 C, V = 16, 37
@@ -112,20 +110,6 @@ def test_with_a_frozen_weight_without_gradients_and_without_targets():
         assert max(gaps([linear_cross_entropy(x, weight, targets)], wanted)) < 1e-12
         none = torch.full_like(targets, -1)
         assert linear_cross_entropy(x, weight, none).isnan() and plain(x, weight, none).isnan()
-
-
-def test_a_model_whose_embedding_is_its_head_gets_both_gradients():
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(**FULL_STACK)).double().train()
-    idx, targets = tokens(2, 40), tokens(2, 40, seed=1)
-    targets[0, :7] = -1
-    gradients = []
-    for chunked in (False, True):
-        model.loss_fn = linear_cross_entropy if chunked else None
-        logits, loss = model(idx, targets)
-        assert (logits is None) == chunked
-        gradients.append((loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))))
-    assert max(gaps(gradients[1], gradients[0])) < 1e-12
 
 
 def test_float16_keeps_small_gradients_for_the_loss_scale(monkeypatch):

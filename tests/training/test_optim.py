@@ -103,25 +103,6 @@ def test_orthogonalization_is_what_float64_gives_and_in_bfloat16_what_torch_give
     assert found.dtype == torch.float32
 
 
-@pytest.mark.parametrize('name', ['muon', EIGHT_BIT])
-def test_a_state_that_was_saved_goes_on_as_if_it_had_not_been(name, tmp_path):
-    model = model_of()
-    optimizer = make_optimizer(model, settings(optimizer=name), 'cpu')
-    for seed in range(3):
-        step(model, optimizer, seed)
-    torch.save({'model': model.state_dict(), 'optimizer': optimizer_state(optimizer)},
-               tmp_path / 'saved.pt')
-    set_learning_rate(optimizer, 5e-3)
-    step(model, optimizer, 3)
-    saved, twin = torch.load(tmp_path / 'saved.pt', weights_only=True), model_of()
-    twin.load_state_dict(saved['model'])
-    other = make_optimizer(twin, settings(optimizer=name, weight_decay=0.2), 'cpu')
-    load_optimizer(other, saved['optimizer'])
-    set_learning_rate(other, 5e-3)
-    step(twin, other, 3)
-    assert_equal(weights(model), weights(twin))
-
-
 @pytest.mark.parametrize('name', ['adamw', 'muon', EIGHT_BIT])
 def test_the_bytes_of_a_state_are_foretold(name):
     model = model_of()
