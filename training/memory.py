@@ -198,7 +198,6 @@ def _size(n):
 
 
 def _policy_table(rows, batch_size):
-    """Make a table of `Plans.rows`; with a budget also of the largest micro-batches."""
     header = ['recompute', 'activations', f'peak at {batch_size}', 'FLOPs']
     lines = [[row['policy'], _size(row['activations']), _size(row['peak']),
               f"+{row['recomputed']:.1%}"] for row in rows]
