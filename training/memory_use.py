@@ -82,7 +82,7 @@ class StorageTracker(TorchDispatchMode):
         self.device = model.device
         self.final_norm, self.head_shape = model.transformer.ln_f, model.lm_head.weight.shape
         self.label, self.live = ACTIVATIONS, Counter()
-        self.total = self.peak = self.loss_peak = self.offloaded = self.flops = 0
+        self.peak = self.loss_peak = self.offloaded = self.flops = 0
         self._finalizers = {}
 
     def __enter__(self):
@@ -137,12 +137,11 @@ class StorageTracker(TorchDispatchMode):
         if not on_device:
             self.offloaded += n
             return
-        self.total += n
         self.live[label] += n
         self._update_peaks(0, label)
 
     def _update_peaks(self, scratch, label):
-        self.peak = max(self.peak, self.total + scratch)
+        self.peak = max(self.peak, self.live.total() + scratch)
         self.loss_peak = max(self.loss_peak, self.live[LOSS] + scratch * (label == LOSS))
 
 
