@@ -61,5 +61,10 @@ def with_rounding(model, on: bool):
     return twin
 
 
+def n_bytes(tokenizer, windows: torch.Tensor) -> int:
+    """UTF-8 bytes of the windows' targets."""
+    return sum(len(tokenizer.decode(row[1:].tolist()).encode()) for row in windows)
+
+
 def bits_per_byte(nats_per_token: float, n_tokens: int, n_bytes: int) -> float:
     return nats_per_token * n_tokens / n_bytes / math.log(2)

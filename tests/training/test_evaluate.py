@@ -1,12 +1,23 @@
 """Losses over fixed windows, by position and by window: the forward pass and the cache give the
 same."""
+import math
+
 import numpy as np
 import pytest
 import torch
 
 from data.making.writer import write_dataset
 from data.tokenfiles import open_split
-from training.evaluate import forward, judge, spread_windows, through_cache, with_rounding
+from data.tokenizer import CharTokenizer
+from training.evaluate import (
+    bits_per_byte,
+    forward,
+    judge,
+    n_bytes,
+    spread_windows,
+    through_cache,
+    with_rounding,
+)
 from engine.weights.quantize import quantize_weights
 from model import GPT, GPTConfig
 
@@ -57,3 +68,9 @@ def test_the_int8_cache_is_the_forward_pass_that_rounds(tiny, weight_dtype):
     b = judge(through_cache(model, 'int8', 4, 3), windows)
     assert torch.allclose(a.mean(1), b.mean(1), atol=1e-5)
     assert not torch.allclose(a.mean(1), judge(forward(model), windows).mean(1), atol=1e-5)
+
+
+def test_bytes_are_those_of_the_targets_in_utf8():
+    tokenizer = CharTokenizer({'a': 0, 'é': 1, '€': 2}, {0: 'a', 1: 'é', 2: '€'})
+    assert n_bytes(tokenizer, torch.tensor([[2, 0, 1], [0, 2, 2]])) == (1 + 2) + (3 + 3)
+    assert bits_per_byte(math.log(2), 10, 20) == pytest.approx(0.5)
