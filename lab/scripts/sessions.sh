@@ -17,6 +17,7 @@ replay() {
     grep -qs "^{\"run\":\"$name\"" "$file" && return
     case $server in
         nanokv-int8) more='--weight_dtype=int8 --kv_dtype=int8' ;;
+        nanokv-bfloat16) more=--dtype=bfloat16 ;;
         vllm-*) more=--dtype=${server#vllm-} program=${VLLM_PYTHON:-.venv-vllm/bin/python} ;;
         llama*) program=${LLAMA_SERVER:-llama-server} ;;
     esac
@@ -29,11 +30,13 @@ replay() {
 }
 
 # all that the prefixes of a trace take in float32 and 16 running requests, and a quarter of it
-for server in nanokv-float32 nanokv-int8 vllm-float32 vllm-bfloat16; do
-    for cell in 'chat 400' 'editing 840' 'forking 380'; do
+for cell in 'chat 400' 'editing 840' 'forking 380'; do
+    for server in nanokv-float32 vllm-float32 nanokv-bfloat16 vllm-bfloat16 nanokv-int8; do
         # shellcheck disable=SC2086
         replay $cell $server --users=16
     done
+done
+for server in nanokv-float32 nanokv-int8 vllm-float32 vllm-bfloat16; do
     replay chat 100 $server --rate=4
 done
 for server in nanokv-float32 nanokv-int8 vllm-float32; do
