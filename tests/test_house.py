@@ -24,17 +24,17 @@ CORE_TOKENS = 16_210
 # number. These are the sizes of today; the aim is 24,000 lines without tests, 22,500 of tests.
 BUDGETS = {
     'train.py sample.py chat.py serve.py ablate.py bench.py': 1_026,
-    'lab/': 6_907,
+    'lab/': 6_925,
     'serving/': 1_360,
     'interop/': 1_811,
-    'training/': 4_275,
+    'training/': 4_262,
     'extension/': 91,
-    'engine/': 5_150,
+    'engine/': 5_144,
     'attention/': 882,  # without the core, like kv/
     'kv/': 1_396,
     'data/': 2_587,
     'config/ configurator.py': 2_106,
-    'tests/': 26_462,
+    'tests/': 26_394,
 }
 house = pytest.mark.house
 

@@ -17,7 +17,8 @@ from lab.tables import Table
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / 'results'
-SERVERS = {'nanokv': 'nanoKV, float32', 'nanokv int8': 'nanoKV, int8',
+SERVERS = {'nanokv': 'nanoKV, float32', 'nanokv bfloat16': 'nanoKV, bfloat16',
+           'nanokv int8': 'nanoKV, int8',
            'vllm float32': 'vLLM, float32', 'vllm bfloat16': 'vLLM, bfloat16',
            'llama.cpp': 'llama.cpp, float16'}
 # Rows of equal dtypes come before those of mixed ones. Each: file, index of the cell, work, dtypes
@@ -70,6 +71,13 @@ def kv_bytes() -> list[dict]:
     return [dict(name=name, short=short, long=long) for name, (short, long) in named.items()]
 
 
+def pilot() -> list[dict]:
+    """The ladder's rows at the largest budget, each with itself at all of them."""
+    budgets = {str(tokens): rows_of(f'pilot_{tokens}') for tokens in (2, 8, 20)}
+    return [row | {'at': {tokens: rows[name] for tokens, rows in budgets.items()}}
+            for name, row in budgets['20'].items() if not row['side']]
+
+
 def speeds() -> list[dict]:
     trained = load('cpu/train-against-nanogpt-avx512-bf16')
     theirs, ratio = trained['nanogpt_tokens_per_second'], trained['faster']['median']
@@ -120,6 +128,10 @@ def against(name: str):
     return lambda row: plus_minus(row.get(f'against_{name}'))
 
 
+def at(tokens: int, kind: str):
+    return lambda row: against(kind)(row['at'][str(tokens)])
+
+
 def far_back(row: dict) -> float:
     """Mean loss of the identifiers that local layers cannot reach, over the seeds."""
     return statistics.fmean(row['identifiers']['nats_beyond'].values())
@@ -157,6 +169,12 @@ TABLES = {
         'minus `+ key offset`': against('baseline'),
         'nats of a name from far back': lambda row: f'{far_back(row):.2f}',
         'of the gain kept': kept}),
+    'pilot': (pilot, {
+        'row': '{name}', 'KV bytes/token': '{kv[bytes_per_token]:,.0f}',
+        'loss at 20': '{val_loss[mean]:.3f}', **{
+            f'minus {words}, at {tokens}': at(tokens, kind)
+            for kind, words in (('baseline', 'baseline'), ('above', 'the row above'))
+            for tokens in (2, 8, 20)}}),
     'lookup': (lambda: rows_of('ablate_lookup').values(), {
         'row': '{name}', 'KV bytes': '{lookup[kv_bytes]:,}', 'right of 64 facts, % (sd)':
         lambda row: mean_sd(row['lookup']['accuracy']['64'], '.1f', scale=100),
