@@ -74,8 +74,7 @@ class Bandwidth:
         return self.measure(self.kernel)
 
     def measure(self, kernel: str) -> float:
-        with clock.Stopwatch(self.device) as watch:
-            for _ in range(PASSES):
-                self.kernels[kernel]()
+        read = self.kernels[kernel]
+        seconds = clock.seconds(self.device, lambda: [read() for _ in range(PASSES)])
         moved = BUFFER_BYTES * (2 if self.device.type == 'cuda' else 1)
-        return PASSES * moved / watch.seconds
+        return PASSES * moved / seconds

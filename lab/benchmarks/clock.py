@@ -11,21 +11,13 @@ from training.device import synchronize
 now = time.perf_counter  # seconds
 
 
-class Stopwatch:
-    """`with Stopwatch(device) as watch: ...` sets `watch.seconds` to the time until the device has
-    done the work of the block."""
-
-    def __init__(self, device):
-        self.device = device
-
-    def __enter__(self):
-        synchronize(self.device)
-        self.start = now()
-        return self
-
-    def __exit__(self, *_):
-        synchronize(self.device)
-        self.seconds = now() - self.start
+def seconds(device, work) -> float:
+    """The time until the device has done the work of `work()`."""
+    synchronize(device)
+    start = now()
+    work()
+    synchronize(device)
+    return now() - start
 
 
 def progress(items, title: str):
@@ -34,16 +26,16 @@ def progress(items, title: str):
                  disable=not sys.stderr.isatty())
 
 
-def alternate(sides: dict, rounds: int, title: str) -> dict[str, list]:
+def alternate(sides: dict, rounds: int, title: str, inputs=None) -> dict[str, list]:
     """Return name -> results of `rounds` calls of each side, after one discarded warm-up round.
 
-    sides: name -> callable without arguments; every round calls all of them in this order.
-    title: label of the progress bar.
+    sides: name -> callable without arguments, or of the round's element of `inputs`, which has
+    1 + rounds; every round calls all of them in this order. title: label of the progress bar.
     """
     results = {name: [] for name in sides}
     for k in progress(range(1 + rounds), title):
         for name, run in sides.items():
-            result = run()
+            result = run(inputs[k]) if inputs else run()
             if k:
                 results[name].append(result)
     return results
@@ -61,12 +53,13 @@ def paired(a, b) -> dict:
     return summary(x / y for x, y in zip(a, b, strict=True))
 
 
-def ratios(seconds: dict, base: str = 'ours') -> dict:
-    """Return name -> summary of its seconds divided by those of `base`, for every other side."""
-    return {name: paired(each, seconds[base]) for name, each in seconds.items() if name != base}
+def ratios(times: dict, base: str = 'ours') -> dict:
+    """Return name -> summary of its times divided by those of `base`, for every other side."""
+    return {name: paired(each, times[base]) for name, each in times.items() if name != base}
 
 
-def metrics(seconds, time_key: str, tokens: int) -> dict:
-    """The times in milliseconds under `time_key`, and the rate for `tokens` tokens per round."""
-    return {time_key: summary(1000 * x for x in seconds),
-            'tokens_per_second': summary(tokens / x for x in seconds)}
+def metrics(times, time_key: str, tokens: int) -> dict:
+    """The times (seconds) in milliseconds under `time_key`, and the rate for `tokens` tokens per
+    round."""
+    return {time_key: summary(1000 * x for x in times),
+            'tokens_per_second': summary(tokens / x for x in times)}

@@ -31,13 +31,14 @@ class DecodeRound:
     @torch.inference_mode()
     def __call__(self) -> float:
         self.cache.fill_(self.held)
-        tokens = self.first
         if self.decode:
             self.decode.prepare(self.cache.batch_size)
-        with clock.Stopwatch(self.model.device) as watch:
-            for _ in range(self.steps):
-                tokens = setting.one_token(self.model, self.cache, self.decode, tokens)
-        return watch.seconds / self.steps
+        return clock.seconds(self.model.device, self.generate) / self.steps
+
+    def generate(self) -> None:
+        tokens = self.first
+        for _ in range(self.steps):
+            tokens = setting.one_token(self.model, self.cache, self.decode, tokens)
 
 
 def run(s, data_root: Path) -> dict:

@@ -40,11 +40,11 @@ class Served:
     kv_held: int
 
 
-def through_engine(model, rows: int, max_seq_len: int, s, **options):
-    """Return a function of prompts and lengths that serves them with one engine."""
+def through_engine(model, rows: int, max_seq_len: int, lengths, s, **options):
+    """Return a function of prompts that serves them with one engine, `lengths` new tokens each."""
     engine = setting.make_engine(model, rows, max_seq_len, s, **options)
 
-    def serve(prompts, lengths) -> Served:
+    def serve(prompts) -> Served:
         start = clock.now()
         done = setting.greedy(engine, prompts, lengths)
         return Served(clock.now() - start, [c.ttft_s for c in done], [c.tokens for c in done],
@@ -52,30 +52,25 @@ def through_engine(model, rows: int, max_seq_len: int, s, **options):
     return serve
 
 
-def in_static_batches(model, rows: int, max_seq_len: int, s):
-    """Return a function of prompts and lengths that serves them in order, `rows` at a time."""
+def in_static_batches(model, rows: int, max_seq_len: int, lengths, s):
+    """Return a function of prompts that serves them in order, `rows` at a time."""
     cache = model.new_cache(rows, max_seq_len, s.kv_dtype)
     decode = fast_decode(model, cache, s.captured)
 
-    def batch(prompts, lengths, start, served):
-        cache.reset()
-        whole = len(prompts) == rows
-        generation = Generation(model, prompts, max(lengths), Sampler(0), cache if whole else None,
-                                decode=decode if whole else None)
-        made = []
-        for j, new in enumerate(generation):
-            made.append(new.flatten().tolist())  # every step, as a server streams tokens
-            if j == 0:
-                served.firsts += [clock.now() - start] * len(prompts)
-        served.tokens += [[step[b] for step in made[:n]] for b, n in enumerate(lengths)]
-
-    def serve(prompts, lengths) -> Served:
-        start, served = clock.now(), Served(0, [], [], cache.nbytes)
+    def serve(prompts) -> Served:
+        start, firsts, tokens = clock.now(), [], []
         for k in range(0, len(prompts), rows):
-            batch(prompts[k:k + rows], lengths[k:k + rows], start, served)
+            batch, wanted, steps = prompts[k:k + rows], lengths[k:k + rows], []
+            whole = dict(cache=cache, decode=decode) if len(batch) == rows else {}
+            cache.reset()
+            for new in Generation(model, batch, max(wanted), Sampler(0), **whole):
+                steps.append(new.flatten().tolist())  # every step, as a server streams tokens
+                if len(steps) == 1:
+                    firsts += [clock.now() - start] * len(batch)
+            completions = zip(*steps)
+            tokens += [list(row[:n]) for row, n in zip(completions, wanted)]
         synchronize(model.device)
-        served.seconds = clock.now() - start
-        return served
+        return Served(clock.now() - start, firsts, tokens, cache.nbytes)
     return serve
 
 
@@ -86,11 +81,12 @@ def run(s, data_root: Path) -> dict:
     model = setting.build(config, s)
     cells = []
     for context, rows in shapes:
-        asked = model, min(rows, len(lengths)), context + max(lengths), s
+        asked = model, min(rows, len(lengths)), context + max(lengths), lengths, s
         sides = {'ours': through_engine(*asked), 'static': in_static_batches(*asked),
                  'static engine': through_engine(*asked, scheduler=StaticScheduler)}
         prompts = rounds_of_prompts(model, len(lengths), context, s.repeats)
-        results = alternate(sides, prompts, lengths, s.repeats)
+        title = f'{len(lengths)} requests, prompts of {context}'
+        results = clock.alternate(sides, s.repeats, title, prompts)
         cell = measure(results, sum(lengths))
         for name, side in cell['sides'].items():
             side |= {'batch': rows, 'kv_held_bytes': max(one.kv_held for one in results[name]),
@@ -123,21 +119,13 @@ def rounds_of_prompts(model, n: int, context: int, repeats: int) -> list[list[li
     return [setting.random_tokens(model, n, context).tolist() for _ in range(repeats + 1)]
 
 
-def alternate(sides: dict, rounds, lengths, repeats: int) -> dict[str, list[Served]]:
-    """Serve each of `rounds` (its prompts) with every side, and return the timed rounds."""
-    def next_round(side):
-        waiting = iter(rounds)
-        return lambda: side(next(waiting), lengths)
-    title = f'{len(lengths)} requests, prompts of {len(rounds[0][0])}'
-    return clock.alternate({name: next_round(side) for name, side in sides.items()}, repeats, title)
-
-
 def measure(results: dict[str, list[Served]], tokens: int) -> dict:
     """Seconds and tokens per second of each side for `tokens` tokens a round, and the ratios."""
     seconds = {name: [served.seconds for served in runs] for name, runs in results.items()}
-    return {'sides': {name: {'seconds': clock.summary(each),
-                             'tokens_per_second': clock.summary(tokens / x for x in each)}
-                      for name, each in seconds.items()},
+    sides = {name: {'seconds': clock.summary(each),
+                    'tokens_per_second': clock.summary(tokens / x for x in each)}
+             for name, each in seconds.items()}
+    return {'sides': sides,
             'ratios': {'tokens_per_second': clock.ratios(seconds)}}
 
 

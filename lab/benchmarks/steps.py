@@ -63,11 +63,12 @@ class TrainingSteps:
         self.update = GuardedUpdate(self.optimizer, self.scaler, GRAD_CLIP, self.device)
 
     def __call__(self) -> float:
-        with clock.Stopwatch(self.device) as watch:
-            loss = self.backward()
-            self.update(len(self.losses), loss)
+        return clock.seconds(self.device, self.step)
+
+    def step(self) -> None:
+        loss = self.backward()
+        self.update(len(self.losses), loss)
         self.losses.append(loss.item())
-        return watch.seconds
 
     def backward(self) -> torch.Tensor:
         """Forward and backward; the gradients stay in the parameters. Returns the loss."""

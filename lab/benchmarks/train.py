@@ -8,6 +8,7 @@ counts only the visible keys (`training/flops.py`), relative to a matmul alone. 
 the same dtype; on a CPU it may be faster in another (--dtype=float32).
 """
 import statistics
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -73,11 +74,8 @@ def matmul_rate(model, tokens: int, dtype: torch.dtype) -> float:
     """FLOP/s of the first matmul of an MLP by itself, forward, with as many tokens as a step."""
     weight = model.transformer.h[0].mlp.c_fc.weight.detach().to(dtype)
     x = torch.randn(tokens, weight.size(1), dtype=dtype, device=weight.device)
-    seconds = []
-    for _ in range(BURN_IN + TIMED):
-        with clock.Stopwatch(x.device) as watch:
-            torch.nn.functional.linear(x, weight)
-        seconds.append(watch.seconds)
+    matmul = partial(torch.nn.functional.linear, x, weight)
+    seconds = [clock.seconds(x.device, matmul) for _ in range(BURN_IN + TIMED)]
     return 2 * tokens * weight.numel() / statistics.median(seconds[BURN_IN:])
 
 

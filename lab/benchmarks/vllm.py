@@ -20,14 +20,14 @@ DTYPE = 'bfloat16'
 PREFIXES = 2 ** 30  # bytes of our engine's prefix cache
 
 
-def through_vllm(vllm, folder: str, rows: int, max_seq_len: int):
-    """Return a function of prompts and lengths that serves them with the model in `folder`."""
+def through_vllm(vllm, folder: str, rows: int, max_seq_len: int, lengths):
+    """Return a function of prompts that serves them with the model in `folder`."""
     llm = vllm.LLM(model=folder, skip_tokenizer_init=True, dtype=DTYPE, max_model_len=max_seq_len,
                    max_num_seqs=rows)
+    params = [vllm.SamplingParams(temperature=0, max_tokens=n, detokenize=False, ignore_eos=True)
+              for n in lengths]
 
-    def generate(prompts, lengths) -> serve.Served:
-        params = [vllm.SamplingParams(temperature=0, max_tokens=n, detokenize=False,
-                                      ignore_eos=True) for n in lengths]
+    def generate(prompts) -> serve.Served:
         start = clock.now()
         answers = llm.generate([{'prompt_token_ids': ids} for ids in prompts], params,
                                use_tqdm=False)
@@ -66,7 +66,7 @@ def run(s, data_root: Path) -> dict:
     vllm, model = imported(), GPT(config).eval()
     with tempfile.TemporaryDirectory() as folder:
         hf_model(model, torch.bfloat16).save_pretrained(folder)
-        theirs = through_vllm(vllm, folder, most_rows, longest)
+        theirs = through_vllm(vllm, folder, most_rows, longest, lengths)
         model = setting.prepared(model, s)
         cells = served if s.mode == 'serve' else first_tokens
         return setting.facts(s, {'ours': model}) | {
@@ -79,25 +79,26 @@ def run(s, data_root: Path) -> dict:
 def served(model, theirs, lengths, context: int, rows: int, s) -> list[dict]:
     """The cell of mode serve."""
     prompts = serve.rounds_of_prompts(model, len(lengths), context, s.repeats)
-    ours = serve.through_engine(model, rows, context + max(lengths), s)
-    found = serve.alternate({'ours': ours, 'vllm': theirs}, prompts, lengths, s.repeats)
+    ours = serve.through_engine(model, rows, context + max(lengths), lengths, s)
+    found = clock.alternate({'ours': ours, 'vllm': theirs}, s.repeats,
+                            f'{len(lengths)} requests, prompts of {context}', prompts)
     return [serve.measure(found, sum(lengths)) | {'context': context, 'rows': rows}]
 
 
 def first_tokens(model, theirs, lengths, context: int, rows: int, s) -> list[dict]:
     """A cell for each kind of prompt. Each engine gets the prompts of a round in this order."""
     kept = context - context // 50
-    ours = serve.through_engine(model, rows, context + s.message + 1, s, prefix_budget=PREFIXES)
+    ours = serve.through_engine(model, rows, context + s.message + 1, lengths, s,
+                                prefix_budget=PREFIXES)
     rounds = []
     for _ in range(s.repeats + 1):
         whole, further, other = (setting.random_tokens(model, 1, n)[0].tolist()
                                  for n in (context, s.message, context - kept + s.message))
         rounds.append({'cold': whole, 'again': whole + further, 'edited': whole[:kept] + other})
 
-    def turn(side):
-        waiting = iter(rounds)
-        return lambda: {kind: side([prompt], lengths) for kind, prompt in next(waiting).items()}
-    found = clock.alternate({'ours': turn(ours), 'vllm': turn(theirs)}, s.repeats,
-                            f'prompts of {context}')
+    def each_kind(side):
+        return lambda prompts: {kind: side([prompt]) for kind, prompt in prompts.items()}
+    found = clock.alternate({'ours': each_kind(ours), 'vllm': each_kind(theirs)}, s.repeats,
+                            f'prompts of {context}', rounds)
     return [serve.measure({name: [each[kind] for each in runs] for name, runs in found.items()},
                           context) | {'context': context, 'prompt': kind} for kind in rounds[0]]

@@ -10,7 +10,7 @@ from config.gpt_config import GPTConfig
 from engine.pages.cache import PagedKVCache
 from engine.requests.params import SamplingParams
 from engine.requests.scheduler import Request
-from lab.benchmarks import serve
+from lab.benchmarks import clock, serve
 from tests.helpers.models import FULL_STACK, random_model
 
 SETTINGS = SimpleNamespace(kv_dtype='auto', prefill_chunk=0, repeats=5, captured=True)
@@ -44,10 +44,10 @@ def test_all_sides_give_each_request_its_tokens():
     model = random_model(GPTConfig(**FULL_STACK), torch.float32)
     lengths = [3, 9, 1, 14, 5, 2, 8]
     prompts = [[n, n + 1, 3] for n in range(7)]
-    asked = model, 3, 3 + 14, SETTINGS
+    asked = model, 3, 3 + 14, lengths, SETTINGS
     sides = {'ours': serve.through_engine(*asked), 'static': serve.in_static_batches(*asked),
              'other': serve.through_engine(*asked, scheduler=serve.StaticScheduler)}
-    found = serve.alternate(sides, [prompts, prompts[::-1], prompts], lengths, 2)
+    found = clock.alternate(sides, 2, 'test', [prompts, prompts[::-1], prompts])
     for served in zip(*found.values()):  # state kept between rounds does no harm
         assert served[0].tokens == served[1].tokens == served[2].tokens
         for one in served:
@@ -59,13 +59,3 @@ def test_all_sides_give_each_request_its_tokens():
     wrong = [*tokens[:6], [(t + 1) % 23 for t in tokens[6]]]
     with pytest.raises(UserError, match='more than rounding'):
         serve.same_texts(model, prompts, tokens, wrong, 'x')
-
-
-def test_figures_are_of_whole_rounds():
-    results = {name: [serve.Served(seconds, [], [], 0)] * 5
-               for name, seconds in (('ours', 2.0), ('static', 3.0), ('static engine', 5.0))}
-    found = serve.measure(results, 10)
-    ratios = found['ratios']['tokens_per_second']
-    assert {name: ratio['median'] for name, ratio in ratios.items()} == {
-        'static': 1.5, 'static engine': 2.5}
-    assert found['sides']['ours']['tokens_per_second']['median'] == 5.0
