@@ -15,19 +15,15 @@ VANILLA = GPTConfig(n_layer=2, n_head=2, n_embd=12, block_size=32, vocab_size=VO
 
 
 @pytest.mark.parametrize('name', HF_CACHES)
-def test_transformers_makes_our_tokens_in_stamps(name, fake_clock):
+def test_the_first_token_is_timed_apart_from_the_later_ones(name, fake_clock):
     pytest.importorskip('transformers')
-    model = random_model(VANILLA, torch.float32)
-    theirs = HuggingFace(model, None, None)
+    theirs = HuggingFace(random_model(VANILLA, torch.float32), None, None)
 
     def hook(*_):
         fake_clock.time += 3.0 if not fake_clock.time else 0.5
     theirs.model.register_forward_hook(hook)
     made = theirs.sides(tokens(3, 9), 6, None)[name]()
     assert (made.ttft, made.tpot) == (3.0, 0.5) and made.tokens.shape == (3, 6)
-    ours = Ours(model, tokens(3, 9), 6)().tokens
-    found = same_tokens(model, tokens(3, 9), ours, made.tokens, name)
-    assert found == {'rows_equal': 3, 'rows': 3}
 
 
 def test_tokens_may_differ_where_rounding_decides_and_nowhere_else(monkeypatch):

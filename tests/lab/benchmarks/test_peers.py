@@ -7,10 +7,9 @@ import pytest
 import bench
 from config.errors import UserError
 from config.gpt_config import GPTConfig
-from engine.weights.quantized import Int8Linear
 from kv.plan import plan_kv
 from lab.benchmarks import generation, llama, table
-from lab.benchmarks.engines import Ours
+from lab.benchmarks.engines import HuggingFace
 
 NO_LLAMA = 'llama-cpp-python is compiled from source, and so in no list of requirements'
 SIDES = ['llama.cpp f32', 'llama.cpp f16', 'llama.cpp q8_0']
@@ -43,28 +42,12 @@ def test_it_makes_our_tokens(capsys, tmp_path, monkeypatch, weight_dtype):
 
 
 def test_ours_runs_as_the_settings_have_it(capsys, monkeypatch):
-    """Against a fake engine, which needs no package."""
-    seen = {}
-
-    class Standin:
-        exact, tolerance = ('standin',), 1e-4
-
-        def __init__(self, ours, folder, stack):
-            seen['ours'] = ours
-
-        def facts(self):
-            return {}
-
-        def logits(self, idx):
-            seen['checked'] = type(seen['ours'].lm_head)
-            return seen['ours'](idx, all_logits=True)[0]
-
-        def sides(self, prompt, steps, stack):
-            return {'standin': Ours(seen['ours'], prompt, steps)}
-    monkeypatch.setitem(generation.PEERS, 'llama.cpp', Standin)
+    """With transformers in place of llama.cpp: logits are compared before weights are rounded."""
+    pytest.importorskip('transformers')
+    monkeypatch.setitem(generation.PEERS, 'llama.cpp', HuggingFace)
     bench.main(flags(weight_dtype='int8', kv_dtype='int8', json=True))
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert seen['checked'] is not Int8Linear and type(seen['ours'].lm_head) is Int8Linear
+    assert found['max_logit_difference'] < 1e-4
     assert (found['dtype'], found['kv_dtype']) == ('int8', 'int8')
     ours = GPTConfig(n_layer=6, n_head=2, n_embd=64)
     assert found['cells'][0]['sides']['ours']['kv_bytes'] == plan_kv(ours).nbytes(2, 15, 'int8')
