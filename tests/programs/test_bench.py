@@ -24,6 +24,7 @@ MEMORY_OF_FULL_STACK = {name: FULL_STACK[name] for name in MEMORY}
 SHAPE = dict(n_layer=2, n_head=2, n_embd=16, block_size=32)
 VANILLA = dict(SHAPE, dataset='tiny', device='cpu', contexts=12, steps=3)
 SMALL = VANILLA | MEMORY_OF_FULL_STACK
+PLAN = plan_kv(GPTConfig(**SHAPE | MEMORY_OF_FULL_STACK))
 # our model under nanoGPT's names: it recomputes everything for every token
 NANOGPT = '''
 import torch
@@ -39,11 +40,6 @@ class GPT(Base):
             idx = torch.cat([idx, self(idx)[0][:, -1].argmax(-1, keepdim=True)], dim=1)
         return idx
 '''
-
-
-def plan_of(settings):
-    shape = {name: settings[name] for name in (*SHAPE, *MEMORY) if name in settings}
-    return plan_kv(GPTConfig(**shape))
 
 
 def ratios(numerators, denominators):
@@ -136,11 +132,10 @@ def test_decode_against_vanilla(capsys):
     assert (ours['window_size'], ours['vocab_size']) == (4, len(ALPHABET))
     assert (theirs['block_size'], theirs['n_kv_head']) == (43, 0)
     assert theirs['pos_embedding'] == 'learned'
-    plan = plan_of(SMALL)
     for cell in found['cells']:
         n = cell['context']
         assert (cell['held'], cell['max_seq_len']) == (n, n + 3)
-        for name, p in (('ours', plan), ('vanilla', plan.vanilla())):
+        for name, p in (('ours', PLAN), ('vanilla', PLAN.vanilla())):
             side = cell['sides'][name]
             assert side['kv_bytes'] == p.nbytes(side['batch'], n + 3, 'float32')
             assert side['kv_read_bytes_per_step'] > 0 and side['bandwidth_share']['min'] > 0
@@ -154,11 +149,10 @@ def test_decode_within_a_budget_reproduced_from_its_page(capsys, tmp_path):
     found, lines = run_bench(capsys, SMALL, mode='decode', against='vanilla', budget='14kB',
                              contexts='24', kv_dtype='int8', dtype='bfloat16',
                              save='budget.json')
-    plan = plan_of(SMALL)
     assert (found['kv_dtype'], found['dtype']) == ('int8', 'bfloat16')
     cell, = found['cells']
     assert (cell['held'], cell['max_seq_len']) == (21, 24)  # full after the last timed token
-    for name, p in (('ours', plan), ('vanilla', plan.vanilla())):
+    for name, p in (('ours', PLAN), ('vanilla', PLAN.vanilla())):
         fit = 14_000 // p.nbytes(1, 24, 'int8')
         assert cell['capacity'][name]['sequences'] == cell['sides'][name]['batch'] == fit > 1
     assert any('sequences within 14,000 bytes' in line for line in lines)
@@ -176,7 +170,7 @@ def test_prefill_and_lengths(capsys, tmp_path):
     found, lines = run_bench(capsys, SMALL, mode='prefill', against='vanilla', batch_sizes='2',
                              prefill_chunk=5)
     cell, = found['cells']
-    assert cell['sides']['ours']['kv_bytes'] == plan_of(SMALL).nbytes(2, 12, 'float32')
+    assert cell['sides']['ours']['kv_bytes'] == PLAN.nbytes(2, 12, 'float32')
     assert found['prefill_chunk'] == 5 and not any('in one piece' in line for line in lines)
 
     found, _ = run_bench(capsys, SMALL, mode='lengths', against='vanilla', contexts='8,40',
@@ -261,7 +255,7 @@ def test_conversations(capsys, tmp_path):
     kept, compact, *_ = found['bytes']
     n = compact['tokens']
     assert compact['held_nbytes'] < kept['held_nbytes'] and n == kept['tokens'] > 100
-    assert compact['vanilla_nbytes'] == plan_of(SMALL).vanilla().nbytes(1, n, 'bfloat16')
+    assert compact['vanilla_nbytes'] == PLAN.vanilla().nbytes(1, n, 'bfloat16')
     assert [(c['context'], c['n_cached']) for c in found['cells']] == [(64, 64), (128, 128)]
     assert all(cell['sides']['ours']['ttft_ms']['median'] > 0 for cell in found['cells'])
     assert any('without a store' in line for line in lines)

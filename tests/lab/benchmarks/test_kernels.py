@@ -8,16 +8,17 @@ import bench
 from attention.backends import INTERPRETING, triton_enabled
 from config.errors import UserError
 from lab.benchmarks import kernels
+from tests.programs.support import flags
 
-SHAPE = ['--mode=kernels', '--n_head=4', '--n_kv_head=1', '--n_embd=64',
-         '--contexts=20,40', '--batch_sizes=2', '--dtype=float32', '--device=cpu']
+SHAPE = dict(mode='kernels', n_head=4, n_kv_head=1, n_embd=64, contexts='20,40', batch_sizes=2,
+             dtype='float32', device='cpu')
 
 
 @pytest.mark.skipif(not INTERPRETING, reason='interpreted where there is no GPU')
 def test_every_cell_and_its_error(capsys, tmp_path):
     pytest.importorskip('triton')
     with triton_enabled(True):
-        bench.main([*SHAPE, f'--save={tmp_path}/kernels.json'])
+        bench.main(flags(SHAPE | dict(save=tmp_path / 'kernels.json')))
     out = capsys.readouterr().out
     document = json.loads((tmp_path / 'kernels.json').read_text())
     for cell in document['decode']:
@@ -57,4 +58,4 @@ def test_one_way_that_fails_is_told_and_the_others_go_on():
 
 def test_a_machine_without_the_kernels():
     with triton_enabled(False), pytest.raises(UserError, match='needs CUDA and the triton package'):
-        bench.main(SHAPE)
+        bench.main(flags(SHAPE))

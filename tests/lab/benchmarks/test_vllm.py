@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 import bench
-from config.errors import UserError
 from lab.benchmarks import setting, table
+from tests.programs.support import flags
 
 FLAGS = dict(n_layer=6, n_head=2, n_embd=64, block_size=256, pos_embedding='rope', dataset='none',
              n_kv_head=1, against='vllm', device='cpu', seed=3)
@@ -38,8 +38,7 @@ def run(monkeypatch, capsys):
         ours.append(prompts), plain(engine, prompts, lengths))[1])
 
     def call(**settings):
-        settings = FLAGS | settings | {'json': True}
-        bench.main([f'--{name}={value}' for name, value in settings.items()])
+        bench.main(flags(FLAGS | settings | dict(json=True)))
         return json.loads(capsys.readouterr().out.splitlines()[-1]), asked, ours
     return call
 
@@ -77,13 +76,3 @@ def test_prompts_come_again_and_edited(run, monkeypatch):
         kept = n - n // 50
         assert edited[:kept] == cold[:kept] and edited[kept:] != again[kept:]
     assert 'edited' in table.section('x', document)
-
-
-@pytest.mark.parametrize('settings, named', [
-    (dict(mode='prefill', batch_sizes='1,2'), "batch_sizes='1,2'"),
-    (dict(mode='serve', device='meta'), 'device'),
-    (dict(mode='serve'), "against='vllm' needs vLLM: lab/scripts/vllm_env.sh")])
-def test_settings_that_cannot_be(settings, named, monkeypatch):
-    monkeypatch.setitem(sys.modules, 'vllm', None)  # not installed
-    with pytest.raises(UserError, match=named):
-        bench.main([f'--{name}={value}' for name, value in (FLAGS | settings).items()])
