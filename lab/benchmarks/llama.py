@@ -15,10 +15,6 @@ from lab.benchmarks.engines import Generated, timed
 
 PIECE = 512   # prompt tokens that llama.cpp gets per call
 CELLS = 256   # the size of its contexts is a multiple of this
-# our module names -> those in a GGUF file with arch gpt2
-GGUF = {'wte': 'token_embd', 'wpe': 'position_embd', 'ln_f': 'output_norm', 'ln_1': 'attn_norm',
-        'ln_2': 'ffn_norm', 'attn.c_attn': 'attn_qkv', 'attn.c_proj': 'attn_output',
-        'mlp.c_fc': 'ffn_up', 'mlp.c_proj': 'ffn_down'}
 
 
 class LlamaCpp:
@@ -154,11 +150,9 @@ def write_gguf(gguf, ours, path: Path, tokenizer: BPETokenizer | None = None) ->
         writer.add_tokenizer_pre('gpt-2')
         writer.add_token_list([known.get(i, f'[PAD{i}]') for i in range(c.vocab_size)])
         writer.add_token_merges([' '.join(pair) for pair in made['model']['merges']])
-    for name, x in ours.transformer.state_dict().items():
-        module, _, kind = name.rpartition('.')
-        _, layer, inner = module.split('.', 2) if module.startswith('h.') else ('', '', module)
-        prefix = f'blk.{layer}.' if layer else ''
-        writer.add_tensor(f'{prefix}{GGUF[inner]}.{kind}', x.numpy())
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, c.n_layer)
+    for name, x in ours.transformer.state_dict(prefix='transformer.').items():
+        writer.add_tensor(names.get_name(name, ('.weight', '.bias')), x.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

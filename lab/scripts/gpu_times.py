@@ -21,15 +21,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import configurator
 from data.datasets import DATA_ROOT
-from engine.steps.captured import captured_decode
 from engine.engine import Engine
 from engine.steps.fused_linear import fused_linear
 from engine.requests.params import SamplingParams
 from engine.steps.prepare import prepare
 from engine.weights.quantized import Int8Linear
 from kv.parts import tensor_nbytes
+from lab.benchmarks.decode import DecodeRound
 from lab.benchmarks.kernels import milliseconds_a_call, n_copies
-from lab.benchmarks.setting import build, model_config, one_token, random_tokens
+from lab.benchmarks.setting import build, model_config, random_tokens
 from model import LayerNorm
 
 FULL = 'config/train_gpt2_mqa_local.py'
@@ -73,19 +73,11 @@ def engine(batch: int) -> dict:
 
 @torch.inference_mode()
 def profile(batch: int) -> dict:
-    model = full_model()
-    cache = model.new_cache(batch, 1024 + 5 * STEPS).fill_(1024)
-    decode = captured_decode(model, cache)
-
-    def steps():
-        tokens = random_tokens(model, batch, 1)
-        for _ in range(STEPS):
-            tokens = one_token(model, cache, decode, tokens)
-
+    decode = DecodeRound(full_model(), batch, 1024, 1024 + 2 * STEPS, STEPS, 'auto')
     for _ in range(3):
-        steps()
+        decode()
     with torch.profiler.profile() as profiler:
-        steps()
+        decode.generate()
     table = profiler.key_averages().table('self_device_time_total', row_limit=30,
                                           max_name_column_width=60)
     return {'title': f'{STEPS} decode steps, {batch} rows', 'text': table}
