@@ -37,7 +37,7 @@ def run(s, data_root: Path) -> dict:
 def one_dialogue(model, longest, page_size, s) -> list[dict]:
     """Bytes of a dialogue of `longest` tokens, with all positions and compact: MESSAGES messages
     and replies of equal length."""
-    n = max(1, longest // (2 * (MESSAGES // 2)))
+    n = max(1, longest // MESSAGES)
     kv_dtype = model.resolved_kv_dtype(s.kv_dtype)
     served, tokens = Served(model.plan, longest, page_size, kv_dtype, UNLIMITED), []
     while len(tokens) + 2 * n <= longest:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from lab.benchmarks import clock
 from lab.benchmarks.steps import TrainingSteps, training_models
-from training import native
 from training.flops import achieved
 from training.loss import linear_cross_entropy
 from training.recompute import set_recompute
@@ -15,13 +14,13 @@ from training.recompute import set_recompute
 
 def run(s, data_root: Path) -> dict:
     """The document with all cells."""
-    shapes, models, document = training_models(s, data_root)
+    shapes, models, dtype, document = training_models(s, data_root)
     for model in models.values():
         set_recompute(model, s.recompute)
         model.loss_fn = linear_cross_entropy if s.chunked_loss else None
     cells = []
     for context, batch in shapes:
-        steps = {name: TrainingSteps(model, batch, context, native.training_dtype(s, model.device))
+        steps = {name: TrainingSteps(model, batch, context, dtype)
                  for name, model in models.items()}
         times = clock.alternate(steps, s.repeats, f'sequences of {context}, batch {batch}')
         sides = {name: {'batch': batch, **clock.metrics(seconds, 'step_ms', batch * context),

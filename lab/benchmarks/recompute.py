@@ -10,7 +10,6 @@ import torch
 
 from lab.benchmarks import clock
 from lab.benchmarks.steps import TrainingSteps, training_models
-from training import native
 from training.loss import linear_cross_entropy
 from training.memory_use import measure as measure_memory
 from training.recompute import Recompute, set_recompute
@@ -23,11 +22,11 @@ def run(s, data_root: Path) -> dict:
     names = list(dict.fromkeys(['none', *s.policies.split(',')]))  # the baseline is always measured
     for name in names:
         Recompute.parse(name, s.n_layer)
-    shapes, models, document = training_models(s, data_root)
+    shapes, models, dtype, document = training_models(s, data_root)
     cells = []
     for context, batch in shapes:
         for name, model in models.items():
-            steps = TrainingSteps(model, batch, context, native.training_dtype(s, model.device))
+            steps = TrainingSteps(model, batch, context, dtype)
             title = f'{name}: sequences of {context}, batch {batch}'
             found = measure(steps, [*names, WHOLE], s.repeats, title)
             cells.append({'model': name, 'context': context} | found)

@@ -16,7 +16,8 @@ GRAD_CLIP = 1.0  # train.py's default
 
 
 def training_models(s, data_root: Path):
-    """The (context, batch) pairs, name -> model with float32 parameters, and facts about the run.
+    """The (context, batch) pairs, name -> model with float32 parameters, the dtype of the
+    arithmetic, and facts about the run.
 
     Raises:
         UserError: if settings have no meaning for timing training.
@@ -34,7 +35,8 @@ def training_models(s, data_root: Path):
     if native.wanted(s, device):
         for model in models.values():
             native.speed_up(model)
-    return shapes, models, setting.facts(s, models) | {'dtype': str(dtype).removeprefix('torch.')}
+    document = setting.facts(s, models) | {'dtype': str(dtype).removeprefix('torch.')}
+    return shapes, models, dtype, document
 
 
 class TrainingSteps:

@@ -52,10 +52,9 @@ def training_steps(s, data_root: Path, theirs: bool = False) -> TrainingSteps:
     model = GPT(model_config(s, data_root))
     if theirs:
         check_vanilla(model.config, 'nanogpt')
-        model = nanogpt(model, s.nanogpt)
-    model.to(device)
-    if not theirs:
-        model.attention_backend = s.attention_backend
+        model = nanogpt(model, s.nanogpt).to(device)
+    else:
+        model.to(device).attention_backend = s.attention_backend
         if s.chunked_loss:
             model.loss_fn = linear_cross_entropy
         print(describe_attention(model, dtype, dropout_p=0.0))
