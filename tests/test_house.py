@@ -23,8 +23,8 @@ CORE_TOKENS = 16_210
 # The largest number of lines of Python in each room. A change that makes a room smaller lowers its
 # number. These are the sizes of today; the aim is 24,000 lines without tests, 22,500 of tests.
 BUDGETS = {
-    'train.py sample.py chat.py serve.py ablate.py bench.py': 1_026,
-    'lab/': 6_925,
+    'train.py sample.py chat.py serve.py ablate.py bench.py': 1_025,
+    'lab/': 6_892,
     'serving/': 1_360,
     'interop/': 1_811,
     'training/': 4_262,
@@ -34,7 +34,7 @@ BUDGETS = {
     'kv/': 1_396,
     'data/': 2_587,
     'config/ configurator.py': 2_106,
-    'tests/': 26_394,
+    'tests/': 26_338,
 }
 house = pytest.mark.house
 
