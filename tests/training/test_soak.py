@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from itertools import cycle, islice
 from pathlib import Path
@@ -50,12 +51,11 @@ def kill(data: Path, out: Path, when: str, iterations: int, rng: random.Random) 
     stale = set(out.glob('.ckpt.pt.*.tmp'))  # of a process that was killed
     reached = resumes_from(out)
     with start(data, out) as process:
-        if when == 'starting':
-            time.sleep(rng.uniform(0, STARTING))
-        else:
-            logged = (line for line in process.stdout if line.startswith('iter '))
-            reached += len(list(islice(logged, iterations)))
-            time.sleep(rng.uniform(0, 0.05))
+        if when == 'starting':  # or after its iterations, on a machine where a run starts sooner
+            threading.Timer(rng.uniform(0, STARTING), process.kill).start()
+        logged = (line for line in process.stdout if line.startswith('iter '))
+        reached += len(list(islice(logged, iterations)))
+        time.sleep(rng.uniform(0, 0.05))
         while when == 'writing' and process.poll() is None:
             if set(out.glob('.ckpt.pt.*.tmp')) - stale:
                 break
