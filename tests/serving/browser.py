@@ -49,4 +49,4 @@ def said(text, reason=None):
 
 
 def number(page, name):
-    return page.locator('#numbers div, #bars div', has_text=name).locator('dd').inner_text()
+    return page.locator('#numbers div, #bars div', has_text=name).locator('dd').text_content()

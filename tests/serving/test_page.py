@@ -101,7 +101,7 @@ def test_lanes_are_what_the_engine_holds(markup_server, visit, monkeypatch, ever
     page.get_by_role('button', name='Play').click()
     expect(page.locator('#moment')).to_have_text('end')  # it played all
     assert drawn(page)[0]['cells'] == cells_of(MODEL.plan.slots[0], states[last])
-    expect(page.locator('#note')).to_contain_text('its row is freed')
+    expect(page.locator('#note')).to_contain_text('its memory is free')
     assert_numbers_are_those_of(page, states[last])
 
 
@@ -188,7 +188,7 @@ def test_on_a_phone(markup_server, visit):
     assert lanes['y'] > text['y'] + text['height']  # below
 
 
-def visit_a_larger_model(server, visit, length, rings, size):
+def visit_a_larger_model(server, visit, length, rings, size, text='x'):
     """A plan with rings and one global slot, and a reply whose only cache event has `length`
     positions."""
     stores = dict(position_nbytes=64, state_nbytes=0, tied=True, latent=False, stride=1)
@@ -201,11 +201,11 @@ def visit_a_larger_model(server, visit, length, rings, size):
                 vanilla_position_nbytes=9, vanilla_position_nbytes_bf16=9)
     num_pages = -(-length // 64)
     event = dict(time=1, first_token=0.5, row=0, length=length, prompt=length // 2, cached=64,
-                 texts=['x'] * (length + 1), texts_from=0,
+                 texts=[text] * (length + 1), texts_from=0,
                  pages=[[i, 1] for i in range(num_pages)], prefix_pages=[False] * num_pages,
                  nbytes=1, held_nbytes=1, prefix_nbytes=0, running=1, free_pages=300 - num_pages,
                  done=True)
-    stream = streamed(said('x' * (length - length // 2 + 1)), event)
+    stream = streamed(said(text * (length - length // 2 + 1)), event)
     page = visit(server, size=size, routes={
         'nanokv/plan': dict(json=plan), 'nanokv/chat/completions': stream})
     send(page, 'ab')
@@ -218,9 +218,21 @@ def test_all_lanes_are_in_view(markup_server, visit, size):
     for canvas in page.locator('#lanes canvas').all():
         box = canvas.bounding_box()
         assert 0 < box['y'] < box['y'] + box['height'] < size[1] - 16
-    note, numbers = (page.locator(id).bounding_box() for id in ('#note', '#numbers'))
+    note, numbers = (page.locator(id).bounding_box() for id in ('#note', '#more'))
     if size[0] < 1280:
         assert note['y'] + note['height'] <= numbers['y']
+
+
+def test_whole_tokens_and_a_fold_of_numbers(markup_server, visit):
+    page = visit_a_larger_model(markup_server(), visit, 100, [32] * 4, (1280, 800), 'Hamlet')
+    ring = page.locator('#lanes canvas').first
+    assert ring.bounding_box()['height'] == 44  # two rows of 16 cells, 40 x 20 pixels
+    ring.hover(position=dict(x=15 * 40 + 20, y=36))
+    expect(ring).to_have_attribute('aria-valuetext', re.compile('^position 95 · index 31 · '))
+    expect(page.locator('#numbers')).to_be_hidden()
+    page.locator('#more summary').focus()
+    page.keyboard.press('Enter')
+    expect(page.locator('#numbers')).to_be_visible()
 
 
 def luminance(colour):

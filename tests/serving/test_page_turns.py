@@ -157,6 +157,10 @@ def test_a_first_visit_explains_itself_slowly(markup_server, visit):
     comes."""
     page = visit(markup_server(), speed='slow')
     expect(page.locator('.intro')).to_contain_text('small language model')
+    most, less = re.search(r'after (\d+) tokens, ([\d.]+) times less than GPT-2',
+                           page.locator('.intro').inner_text()).groups()
+    ours, gpt2 = (p.nbytes(1, int(most), 'float64') for p in (MODEL.plan, MODEL.plan.vanilla()))
+    assert int(most) == LONGEST and float(less) == pytest.approx(gpt2 / ours, rel=0.06)
     assert page.locator('.intro button').count() == 3
     page.locator('#tokens').fill(str(RING + 9))
     page.locator('.intro button').first.click()
