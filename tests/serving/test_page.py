@@ -101,7 +101,7 @@ def test_lanes_are_what_the_engine_holds(markup_server, visit, monkeypatch, ever
     page.get_by_role('button', name='Play').click()
     expect(page.locator('#moment')).to_have_text('end')  # it played all
     assert drawn(page)[0]['cells'] == cells_of(MODEL.plan.slots[0], states[last])
-    expect(page.locator('#note')).to_contain_text('its memory is free')
+    expect(page.locator('#note')).to_contain_text('its memory was freed')
     assert_numbers_are_those_of(page, states[last])
 
 
@@ -186,6 +186,9 @@ def test_on_a_phone(markup_server, visit):
     assert page.evaluate('document.documentElement.scrollWidth') <= 360
     text, lanes = page.locator('#turns').bounding_box(), page.locator('#lanes').bounding_box()
     assert lanes['y'] > text['y'] + text['height']  # below
+    page.set_viewport_size(dict(width=360, height=560))
+    lanes, note = (page.locator(each).bounding_box() for each in ('#lanes', '#note'))
+    assert lanes['y'] + lanes['height'] > 560 >= note['y'] + note['height'] > 500  # before it scrolls
 
 
 def visit_a_larger_model(server, visit, length, rings, size, text='x'):

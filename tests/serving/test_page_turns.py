@@ -56,7 +56,7 @@ def test_how_a_reply_ends(markup_server, visit, slow_steps):
     start(page, 'ab1', tokens=40)
     expect(page.locator('#numbers')).to_contain_text('1 of 3 rows')
     expect(page.locator('#send')).to_be_enabled()
-    expect(note()).to_contain_text('it reached the limit of tokens')
+    expect(note()).to_contain_text('stopped at the limit of tokens')
     start(page, 'b', tokens=20)
     page.locator('#stop').click()
     expect(note()).to_have_text('Stopped by you.')
@@ -147,6 +147,7 @@ def test_bars_are_the_servers_bytes_at_every_step(markup_server, visit):
             assert shown[name][0] == (f'{n} B' if n < 1000 else f'{n / 1000:.1f} kB')
             scale = shown['Vanilla GPT-2'][1] / expected['Vanilla GPT-2']
             assert shown[name][1] == pytest.approx(n * scale, abs=1.5)
+        assert f"after {frame['length']} tokens" in page.locator('#ratio').inner_text()
         ratio = float(page.locator('#ratio b').inner_text().rstrip('×'))
         assert ratio == pytest.approx(expected['Vanilla GPT-2'] / frame['nbytes'], rel=0.06)
     assert plan['parameters'] == sum(p.numel() for p in MODEL.parameters())
