@@ -188,7 +188,7 @@ def test_on_a_phone(markup_server, visit):
     assert lanes['y'] > text['y'] + text['height']  # below
     page.set_viewport_size(dict(width=360, height=560))
     lanes, note = (page.locator(each).bounding_box() for each in ('#lanes', '#note'))
-    assert lanes['y'] + lanes['height'] > 560 >= note['y'] + note['height'] > 500  # before it scrolls
+    assert lanes['y'] + lanes['height'] > 560 >= note['y'] + note['height'] > 500
 
 
 def visit_a_larger_model(server, visit, length, rings, size, text='x'):
