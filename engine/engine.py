@@ -257,8 +257,7 @@ class Engine:
             return False
         lens, once = [n for _, n in prompts], len({request.row for request, _ in prompts})
         most = self.fast_decode.most_beside if decoding else self.fast_decode.most_tokens
-        return (once == len(prompts) and max(lens) <= self.fast_decode.longest_text
-                and sum(lens) <= most)
+        return once == len(prompts) and sum(lens) <= most
 
     def _mixed(self, prompts, decoding) -> None:
         start, parts = time.perf_counter(), prompts + decoding

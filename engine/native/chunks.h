@@ -113,11 +113,10 @@ static float running_softmax(float* p, int64_t low, int64_t high, int64_t n, flo
     return factor;
 }
 
-// Queries `first` to first + n - 1 of row b for the heads of K/V head g.
+// Queries `first` to first + n - 1 of row b, times `scale`, for the heads of K/V head g.
 template <typename T>
-static void attend_block(const Chunk& c, int64_t b, int64_t g, int64_t first, int64_t n, ChunkRoom& room) {
+static void attend_block(const Chunk& c, int64_t b, int64_t g, int64_t first, int64_t n, float scale, ChunkRoom& room) {
     const int64_t D = c.slot.head_dim, width = padded(D), group = c.H / c.slot.n_kv_head, rows = group * n;
-    const float scale = 1 / std::sqrt((float)D);
     float *q = room.q.data(), *y = room.y.data(), *p = room.p.data();
     for (int64_t r = 0; r < rows; r++) {
         const int64_t at = b * c.q_b + (g * group + r / n) * c.q_h + (first + r % n) * c.q_t;
@@ -153,20 +152,9 @@ static void attend_block(const Chunk& c, int64_t b, int64_t g, int64_t first, in
     }
 }
 
-extern "C" void nanokv_attend(const Chunk* chunk) {
-    const Chunk& c = *chunk;
-    const int64_t pairs = c.B * c.slot.n_kv_head, group = c.H / c.slot.n_kv_head;
-    int64_t size = std::min({std::max<int64_t>(MOST_ROWS / group, 16), (int64_t)64, c.t});
-    while (size > 8 && pairs * ((c.t + size - 1) / size) < 2 * c.threads) size /= 2;
-    const int64_t blocks = (c.t + size - 1) / size;
-    const Slot& slot = c.slot;
-    auto attend = slot.scaled() ? attend_block<int8_t> : slot.dtype == BFLOAT16 ? attend_block<uint16_t> : attend_block<float>;
-    in_parallel(c.threads, [&] {
-        ChunkRoom room(group * size, slot.head_dim);
-        share(blocks * pairs, 1, [&](int64_t item) {  // the last queries first: they see the most keys
-            const int64_t first = (blocks - 1 - item / pairs) * size, b = item % pairs / slot.n_kv_head;
-            const int64_t n = std::min(size, c.n[b] - first);
-            if (n > 0) attend(c, b, item % slot.n_kv_head, first, n, room);
-        });
-    });
+// Queries of a block, of t: few enough that each thread has two blocks, if there are so many.
+static int64_t block_size(int64_t group, int64_t pairs, int64_t t, int64_t threads) {
+    int64_t size = std::min({std::max<int64_t>(MOST_ROWS / group, 16), (int64_t)64, t});
+    while (size > 8 && pairs * ((t + size - 1) / size) < 2 * threads) size /= 2;
+    return size;
 }

@@ -8,6 +8,7 @@
 #include "kernels.h"
 
 #include <new>
+#include <optional>
 #include <vector>
 
 typedef uint16_t half_t;  // the bits of an fp16 scale
@@ -123,10 +124,9 @@ static void round_to_int8(float* x, int64_t n) {
     for (int64_t d = 0; d < n; d++) x[d] = to_int(x[d], scale) * scale;
 }
 
-static void append(const Model& model, const Slot& slot, const Step& step, int64_t i, float* k,
-                   float* v) {
+static void append(const Model& model, const Slot& slot, Place place, float* k, float* v) {
     const int64_t D = slot.head_dim;
-    auto [unit, index] = place_of(slot, step, i, index_of(slot, step.positions[i]));
+    auto [unit, index] = place;
     const bool tied = slot.k == slot.v;
     for (int64_t g = 0; g < slot.n_kv_head; g++, k += D, v += D) {
         if (model.round_kv) round_to_int8(k, D);
@@ -177,74 +177,119 @@ struct AlignedAllocator {
 template <typename T>
 using Buffer = std::vector<T, AlignedAllocator<T>>;
 
-// What a ring held before this step wrote to it, which earlier tokens of a row still see: one unit
-// with an index for each token.
-struct Overwritten {
+// -- several tokens of a row ----------------------------------------------------------------------
+
+// Tokens i to i + n - 1 of a row, which attend together: see chunks.h. row: as a page of its own.
+struct Run { int64_t i, n; int32_t row; };
+
+constexpr int64_t FEWEST_AT_ONCE = 8;  // where keys are not overwritten, fewer attend one by one
+
+INLINE bool together(const Slot& slot, int64_t n) { return n >= (slot.ring ? 2 : FEWEST_AT_ONCE); }
+
+// Copy K and V of a token, with D elements in a vector.
+template <typename T>
+static void copy_entry(const Slot& from, Place source, const Slot& to, Place place, int64_t D) {
+    auto vector = [&](void* base, const Slot& slot, int64_t head, int64_t index, bool transposed) {
+        return (T*)base + (transposed ? head * D + index : (head + index) * D);
+    };
+    for (int64_t g = 0; g < from.n_kv_head; g++) {
+        const int64_t a = (source.unit * from.n_kv_head + g) * from.capacity, b = (place.unit * to.n_kv_head + g) * to.capacity;
+        const T* k = vector(from.k, from, a, source.index, from.transposed);
+        T* k_to = vector(to.k, to, b, place.index, to.transposed);
+        for (int64_t d = 0; d < D; d++) k_to[to.transposed ? d * to.capacity : d] = k[from.transposed ? d * from.capacity : d];
+        if (from.k != from.v) memcpy(vector(to.v, to, b, place.index, false), vector(from.v, from, a, source.index, false), D * sizeof(T));
+        if (!from.scaled()) continue;
+        to.k_scale[b + place.index] = from.k_scale[a + source.index];
+        to.v_scale[b + place.index] = from.v_scale[a + source.index];
+    }
+}
+
+// What a run sees of a ring, in order: the keys before it that its first token sees, then its own.
+struct Ordered {
     Buffer<char> k, v;
     Buffer<half_t> k_scale, v_scale;
     Slot slot;
+    int64_t before;
 
-    void resize(const Slot& ring, int64_t m) {
-        const int64_t n = m * ring.n_kv_head, D = ring.head_dim;
+    void begin(const Slot& ring, const Run& run, int64_t position) {
+        before = std::min(position, ring.capacity - 1);
+        const int64_t n = (before + run.n) * ring.n_kv_head, D = ring.head_dim;
         const int64_t bytes = ring.dtype == INT4 ? n * D / 2 : n * D * (ring.dtype == INT8 ? 1 : ring.dtype == BFLOAT16 ? 2 : 4);
         k.resize(bytes), v.resize(bytes), k_scale.resize(n), v_scale.resize(n);
-        slot = {k.data(), ring.k == ring.v ? k.data() : v.data(), k_scale.data(), v_scale.data(), nullptr, ring.n_kv_head, D, m,
-                ring.dtype, 0, 0, 0};
+        const bool tied = ring.k == ring.v;
+        slot = {k.data(), (tied ? k : v).data(), k_scale.data(), (tied ? k_scale : v_scale).data(), nullptr, ring.n_kv_head, D,
+                before + run.n, ring.dtype, 0, 0, 0};
+        auto copy = copier(ring);
+        for (int64_t s = 0; s < before; s++)
+            copy(ring, {run.row, index_of(ring, position - before + s)}, slot, {0, s}, elements(ring));
     }
 
-    template <typename T>
-    void save(const Slot& ring, int64_t row, int64_t index, int64_t i, int64_t D) {
-        for (int64_t g = 0; g < ring.n_kv_head; g++) {
-            const int64_t head = (row * ring.n_kv_head + g) * ring.capacity, to = g * slot.capacity + i;
-            const T* from = (const T*)ring.k + (ring.transposed ? head * D + index : (head + index) * D);
-            for (int64_t d = 0; d < D; d++) ((T*)slot.k)[to * D + d] = from[ring.transposed ? d * ring.capacity : d];
-            if (ring.k != ring.v) memcpy((T*)slot.v + to * D, (const T*)ring.v + (head + index) * D, D * sizeof(T));
-            if (!ring.scaled()) continue;
-            k_scale[to] = ring.k_scale[head + index];
-            v_scale[to] = ring.v_scale[head + index];
-        }
+    // Its newest keys -> the ring
+    void end(const Slot& ring, const Run& run, int64_t position) const {
+        auto copy = copier(ring);
+        for (int64_t j = std::max<int64_t>(0, run.n - ring.capacity); j < run.n; j++)
+            copy(slot, {0, before + j}, ring, {run.row, index_of(ring, position + j)}, elements(ring));
+    }
+
+    static int64_t elements(const Slot& ring) { return ring.dtype == INT4 ? ring.head_dim / 2 : ring.head_dim; }
+
+    static auto copier(const Slot& ring) -> decltype(&copy_entry<float>) {
+        return ring.scaled() ? copy_entry<int8_t> : ring.dtype == BFLOAT16 ? copy_entry<uint16_t> : copy_entry<float>;
     }
 };
 
 // -- attention ------------------------------------------------------------------------------------
 
-// Keys `start` to `end` - 1 of token i, by their index in its row's storage or in `Overwritten`.
-struct Part { int64_t i, start, end; bool overwritten; };
+// Vector `at` (D,) of INT4 as bytes, `stride` apart.
+INLINE void unpack(const void* base, int64_t at, int64_t D, int8_t* to, int64_t stride) {
+    const uint8_t* from = (const uint8_t*)base + at * D / 2;
+    for (int64_t d = 0; d < D / 2; d++) {
+        to[d * stride] = (int8_t)((from[d] & 15) - 8);
+        to[(d + D / 2) * stride] = (int8_t)((from[d] >> 4) - 8);
+    }
+}
 
-// The parts of all tokens; those of token i are first[i] .. first[i + 1] - 1. At most `size` keys each.
-struct Parts {
+#include "chunks.h"
+
+// Keys `start` to `end` - 1 of token i, by their index in its row's storage.
+struct Part { int64_t i, start, end; };
+
+// Queries `first` to first + n - 1 of a run.
+struct Block { int64_t run, first, n; };
+
+// How the tokens of a step attend to a slot: in blocks those of runs that attend together. The parts of
+// another token i are first[i] .. first[i + 1] - 1, of at most `size` keys each.
+struct Work {
     std::vector<Part> parts;
     std::vector<int64_t> first;
-    int64_t size;
+    std::vector<Block> blocks;
+    std::vector<Ordered> ordered;  // of each run, if the slot is a ring
+    int64_t size, most = 0;        // most: queries of a block
 
-    Parts(const Slot& slot, const Step& step) {
+    Work(const Model& model, const Slot& slot, const Step& step, const std::vector<Run>& runs)
+        : ordered(slot.ring ? runs.size() : 0) {
         int64_t total = 0, wanted = std::max<int64_t>(1, 4 * step.threads / slot.n_kv_head);
-        for (int64_t i = 0; i < step.m; i++) total += n_keys(slot, step, i);
+        std::vector<int64_t> n_keys(step.m);
+        for (int64_t i = 0; i < step.m; i++) {
+            n_keys[i] = step.positions[i] + 1;
+            if (slot.ring) n_keys[i] = std::min(n_keys[i], slot.capacity);
+        }
+        for (size_t r = 0; r < runs.size(); r++) {
+            const Run& run = runs[r];
+            if (!together(slot, run.n)) continue;
+            std::fill_n(n_keys.begin() + run.i, run.n, 0);
+            const int64_t n = block_size(model.n_head / slot.n_kv_head, slot.n_kv_head, run.n, step.threads);
+            for (int64_t a = (run.n - 1) / n * n; a >= 0; a -= n)  // the last first: they see the most keys
+                blocks.push_back({(int64_t)r, a, std::min(n, run.n - a)});
+            most = std::max(most, n);
+        }
+        for (int64_t n : n_keys) total += n;
         size = ((total + wanted - 1) / wanted + TILE - 1) / TILE * TILE;
         for (int64_t i = 0; i < step.m; i++) {
             first.push_back(parts.size());
-            const int64_t position = step.positions[i], end = position + step.later[i] + 1;
-            if (!slot.ring || !step.later[i] || end <= slot.capacity) {
-                add(i, 0, n_keys(slot, step, i));
-                continue;
-            }
-            // A ring that is full after the step. Later tokens took the indices from `hole` on; where
-            // that was for the second time, this one sees what was there before.
-            const int64_t hole = (position + 1) % slot.capacity, past = hole + step.later[i] - slot.capacity;
-            add(i, std::max<int64_t>(past, 0), hole);
-            add(i, hole + step.later[i], slot.capacity);
-            add(i, i + 1 + std::max<int64_t>(slot.capacity - position - 1, 0), i + 1 + step.later[i], true);
+            for (int64_t s = 0; s < n_keys[i]; s += size) parts.push_back({i, s, std::min(s + size, n_keys[i])});
         }
         first.push_back(parts.size());
-    }
-
-    static int64_t n_keys(const Slot& slot, const Step& step, int64_t i) {
-        int64_t n = step.positions[i] + 1;
-        return slot.ring ? std::min(n, slot.capacity) : n;
-    }
-
-    void add(int64_t i, int64_t start, int64_t end, bool overwritten = false) {
-        for (; start < end; start += size) parts.push_back({i, start, std::min(start + size, end), overwritten});
     }
 };
 
@@ -264,15 +309,6 @@ static Tile<T> stored_tile(const Slot& slot, Place place, int64_t head, int64_t 
     const T* k = (const T*)slot.k + (slot.transposed ? start * D + place.index : first * D);
     return {k, (const T*)slot.v + first * D, slot.transposed != 0, slot.capacity, n, slot.scaled() ? slot.k_scale + first : nullptr,
             slot.scaled() ? slot.v_scale + first : nullptr};
-}
-
-// Vector `at` (D,) of INT4 as bytes, `stride` apart.
-INLINE void unpack(const void* base, int64_t at, int64_t D, int8_t* to, int64_t stride) {
-    const uint8_t* from = (const uint8_t*)base + at * D / 2;
-    for (int64_t d = 0; d < D / 2; d++) {
-        to[d * stride] = (int8_t)((from[d] & 15) - 8);
-        to[(d + D / 2) * stride] = (int8_t)((from[d] >> 4) - 8);
-    }
 }
 
 // The same with room for TILE keys. K that ends before, or is not stored transposed, is copied to
@@ -447,8 +483,7 @@ static void attend_part(const Model& model, const Slot& slot, const Step& step, 
             for (int64_t d = 0; d < D; d++) turned[h * D + d * n + j] = q[(h + j) * D + d];
     }
     for (int64_t key = part.start, n; key < part.end; key += n) {
-        auto at = [&](int64_t key) { return part.overwritten ? Place{0, key} : place_of(slot, step, part.i, key); };
-        Place place = at(key);
+        Place place = place_of(slot, step, part.i, key);
         int64_t head = place.unit * slot.n_kv_head + g;
         n = std::min({most, part.end - key, slot.capacity - place.index});
         if (in_rows) {
@@ -457,7 +492,7 @@ static void attend_part(const Model& model, const Slot& slot, const Step& step, 
             continue;
         }
         if (key + n < part.end) {
-            Place next = at(key + n);
+            Place next = place_of(slot, step, part.i, key + n);
             prefetch_tile<T>(slot, next, next.unit * slot.n_kv_head + g, D);
         }
         Tile<T> tile = read_tile<T>(slot, place, head, n, D, copy);
@@ -511,7 +546,10 @@ struct Workspace {
     Buffer<float> x, h, y, qkv, mlp, results, scale, to_latents, of_latents;
     Buffer<activation_t> values;
     Buffer<int32_t> sum;
-    std::vector<Overwritten> overwritten;  // of each slot
+    std::vector<Run> runs;
+    std::vector<int64_t> run_of;  // each token: its run, or -1
+    std::vector<int64_t> positions, rows, none;  // of the tokens of `trimmed`
+    std::vector<int32_t> table;
 };
 
 // Multi-head latent attention scores latents c (S,) themselves: (q k_up) c = q (k_up c). Queries
@@ -549,60 +587,110 @@ static void values_of_latents(const Model& model, const float* v_up, const float
     });
 }
 
-static void attention(const Model& model, const Layer& layer, const Step& step, const Parts& parts,
-                      Workspace& w) {
+// The queries of a block, `stride` apart, -> y.
+static void attend_run(const Model& model, const Layer& layer, const Step& step, const Work& work, const Run& run,
+                       const Block& block, int64_t g, const float* q, int64_t stride, float* y, int64_t y_stride, ChunkRoom& room) {
     const Slot& slot = model.slots[layer.slot];
-    const int64_t D = model.head_dim, S = slot.head_dim, HD = model.n_head * D, Hkv = slot.n_kv_head;
-    const int64_t width = layer.c_attn.n, group = model.n_head / Hkv, size = group * (padded(S) + 2);
-    Overwritten& overwritten = w.overwritten[layer.slot];
-    Buffer<char> scratch((group + TILE) * std::max(S, D) * sizeof(float));  // of each thread
-    float* turned = (float*)scratch.data();
+    const Ordered* ordered = slot.ring ? &work.ordered[block.run] : nullptr;
+    const int32_t* table = ordered ? nullptr : slot.paged ? step.table + run.i * step.table_width : &run.row;
+    const int64_t S = slot.head_dim, window = slot.ring ? slot.capacity : 0;
+    const Chunk chunk{ordered ? ordered->slot : slot, q + run.i * stride, y + run.i * y_stride,
+                      ordered ? &ordered->before : &step.positions[run.i], &run.n, table, layer.sink, 0, S, stride, 0, S, y_stride,
+                      1, model.n_head, run.n, slot.paged ? step.table_width : 1, window, step.threads, 0};
+    auto attend = slot.scaled() ? attend_block<int8_t> : slot.dtype == BFLOAT16 ? attend_block<uint16_t> : attend_block<float>;
+    attend(chunk, 0, g, block.first, block.n, 1, room);
+}
+
+// K and V of an owner -> its slot, and for runs in a ring to where they are read.
+static void store_keys(const Model& model, const Slot& slot, const Step& step, int64_t width, Work& work, Workspace& w) {
+    const int64_t S = slot.head_dim, HD = model.n_head * model.head_dim, n_ordered = work.ordered.size();
+    share(n_ordered, 1, [&](int64_t r) { work.ordered[r].begin(slot, w.runs[r], step.positions[w.runs[r].i]); });
+    share(step.m, [&](int64_t i) {
+        float* k = &w.qkv[i * width] + HD;
+        const int64_t r = n_ordered ? w.run_of[i] : -1;
+        if (r < 0) append(model, slot, place_of(slot, step, i, index_of(slot, step.positions[i])), k, k + slot.n_kv_head * S);
+        else append(model, work.ordered[r].slot, {0, work.ordered[r].before + i - w.runs[r].i}, k, k + slot.n_kv_head * S);
+    });
+    share(n_ordered, 1, [&](int64_t r) { work.ordered[r].end(slot, w.runs[r], step.positions[w.runs[r].i]); });
+}
+
+// The queries of all tokens, in place, and an owner's K and V, which are stored.
+static void queries_and_keys(const Model& model, const Layer& layer, const Step& step, Work& work, Workspace& w) {
+    const Slot& slot = model.slots[layer.slot];
+    const int64_t D = model.head_dim, S = slot.head_dim, HD = model.n_head * D, Hkv = slot.n_kv_head, width = layer.c_attn.n;
+    Buffer<float> turned(std::max(S, D));  // of each thread
     share(step.m, [&](int64_t i) {
         float *q = &w.qkv[i * width], *k = q + HD;
         const float* cos = layer.cos ? layer.cos + step.positions[i] * D : nullptr;
         const float* sin = layer.sin ? layer.sin + step.positions[i] * D : nullptr;
         for (int64_t head = 0; head < model.n_head; head++) {
-            norm_and_rotate(q + head * D, layer.q_norm, cos, sin, D, turned);
+            norm_and_rotate(q + head * D, layer.q_norm, cos, sin, D, turned.data());
             for (int64_t d = 0; d < D; d++) q[head * D + d] /= std::sqrt((float)D);
         }
         for (int64_t g = 0; layer.owns && g < Hkv; g++)
-            norm_and_rotate(k + g * S, layer.k_norm, cos, sin, S, turned);
+            norm_and_rotate(k + g * S, layer.k_norm, cos, sin, S, turned.data());
     });
     if (layer.owns && slot.last_key)
         share(Hkv, [&](int64_t g) { offset_keys(slot, step, g, &w.qkv[HD], width); });
-    share(layer.owns ? step.m : 0, [&](int64_t i) {
-        float* k = &w.qkv[i * width] + HD;
-        const int64_t position = step.positions[i];
-        if (slot.ring && position >= slot.capacity && i > 0 && step.later[i - 1]) {
-            auto save = slot.scaled() ? &Overwritten::save<int8_t>
-                      : slot.dtype == BFLOAT16 ? &Overwritten::save<uint16_t> : &Overwritten::save<float>;
-            (overwritten.*save)(slot, step.rows[i], index_of(slot, position), i, slot.dtype == INT4 ? S / 2 : S);
-        }
-        append(model, slot, step, i, k, k + Hkv * S);
-    });
+    if (layer.owns) store_keys(model, slot, step, width, work, w);
+}
+
+static void attention(const Model& model, const Layer& layer, const Step& step, const Work& work, Workspace& w) {
+    const Slot& slot = model.slots[layer.slot];
+    const int64_t D = model.head_dim, S = slot.head_dim, HD = model.n_head * D, Hkv = slot.n_kv_head;
+    const int64_t width = layer.c_attn.n, group = model.n_head / Hkv, size = group * (padded(S) + 2);
+    Buffer<char> scratch((group + TILE) * std::max(S, D) * sizeof(float));  // of each thread
+    std::optional<ChunkRoom> room;
+    if (work.most) room.emplace(group * work.most, S);
+    float* turned = (float*)scratch.data();
     const float* queries = w.qkv.data();
     int64_t stride = width;
     if (layer.k_up) {
         queries_of_latents(model, layer.k_up, queries, stride, S, step.m, w.to_latents.data());
         queries = w.to_latents.data(), stride = model.n_head * S;
     }
-    share(parts.parts.size() * Hkv, 1, [&](int64_t item) {
-        const Part& part = parts.parts[item / Hkv];
+    float* y = layer.v_up ? w.of_latents.data() : w.y.data();
+    const int64_t y_stride = layer.v_up ? stride : HD, n_blocks = work.blocks.size() * Hkv;
+    share(n_blocks + work.parts.size() * Hkv, 1, [&](int64_t item) {
+        if (item < n_blocks) {
+            const Block& block = work.blocks[item / Hkv];
+            return attend_run(model, layer, step, work, w.runs[block.run], block, item % Hkv, queries, stride, y, y_stride, *room);
+        }
+        item -= n_blocks;
+        const Part& part = work.parts[item / Hkv];
         auto attend = slot.scaled() ? attend_part<int8_t>
                     : slot.dtype == BFLOAT16 ? attend_part<uint16_t> : attend_part<float>;
-        attend(model, part.overwritten ? overwritten.slot : slot, step, part, item % Hkv, queries + part.i * stride + item % Hkv * group * S,
-               &w.results[item * size], scratch.data());
+        attend(model, slot, step, part, item % Hkv, queries + part.i * stride + item % Hkv * group * S, &w.results[item * size],
+               scratch.data());
     });
     share(step.m, [&](int64_t i) {
-        float* y = layer.v_up ? &w.of_latents[i * stride] : &w.y[i * HD];
-        join_parts(model, slot, layer.sink, &w.results[parts.first[i] * Hkv * size],
-                   parts.first[i + 1] - parts.first[i], y);
+        float* row = y + i * y_stride;
+        const int64_t first = work.first[i], n_parts = work.first[i + 1] - first;
+        if (n_parts) join_parts(model, slot, layer.sink, &w.results[first * Hkv * size], n_parts, row);
         if (slot.k != slot.v || !layer.cos) return;
         for (int64_t head = 0; head < model.n_head; head++)  // V is rotated: rotate back
-            norm_and_rotate(y + head * D, nullptr, layer.cos + step.positions[i] * D,
+            norm_and_rotate(row + head * D, nullptr, layer.cos + step.positions[i] * D,
                             layer.sin + step.positions[i] * D, D, turned, -1);
     });
     if (layer.v_up) values_of_latents(model, layer.v_up, w.of_latents.data(), S, step.m, w.y.data());
+}
+
+// Only tokens whose logits are wanted are needed once all K and V are stored; each is the last of its row.
+static Step trimmed(const Step& step, Workspace& w) {
+    const int64_t n = step.n_wanted, pages = step.table_width;
+    w.positions.resize(n), w.rows.resize(n), w.none.assign(n, 0), w.table.resize(n * pages);
+    for (int64_t r = 0; r < n; r++) {
+        const int64_t i = step.wanted[r];
+        w.positions[r] = step.positions[i], w.rows[r] = step.rows[i];
+        if (pages) std::copy_n(step.table + i * pages, pages, &w.table[r * pages]);
+    }
+    return {step.tokens, w.positions.data(), w.rows.data(), w.none.data(), step.wanted, w.table.data(), n, n, pages, step.threads,
+            step.logits};
+}
+
+static void keep_rows(const Step& step, int64_t n, float* x) {
+    for (int64_t r = 0; r < step.n_wanted; r++)
+        if (step.wanted[r] != r) std::copy_n(x + step.wanted[r] * n, n, x + r * n);
 }
 
 static void norm_rows(const float* x, const float* gain, const float* bias, int64_t m, int64_t n,
@@ -615,18 +703,28 @@ extern "C" void nanokv_decode(const Model* model_, const Step* step_) {
     const Step& step = *step_;
     const int64_t m = step.m, C = model.n_embd, HD = model.n_head * model.head_dim;
     static thread_local Workspace w;
-    std::vector<Parts> parts;
+    const Step last = trimmed(step, w);
+    int64_t last_owner = 0;
+    std::vector<Work> work, last_work;
     int64_t results = 0, latents = 0, qkv = 0, widest = std::max(C, HD);
-    w.overwritten.resize(model.n_slot);
+    w.runs.clear();
+    w.run_of.assign(m, -1);
+    for (int64_t i = 0; i < m; i += step.later[i] + 1)
+        if (const int64_t n = step.later[i] + 1; n > 1) {
+            std::fill_n(w.run_of.begin() + i, n, w.runs.size());
+            w.runs.push_back({i, n, (int32_t)step.rows[i]});
+        }
     for (int64_t s = 0; s < model.n_slot; s++) {
         const Slot& slot = model.slots[s];
-        w.overwritten[s].resize(slot, m);
-        parts.emplace_back(slot, step);
-        results = std::max(results, (int64_t)parts.back().parts.size() * model.n_head * (padded(slot.head_dim) + 2));
+        work.emplace_back(model, slot, step, w.runs);
+        last_work.emplace_back(model, slot, last, std::vector<Run>{});
+        const int64_t parts = std::max(work.back().parts.size(), last_work.back().parts.size());
+        results = std::max(results, parts * model.n_head * (padded(slot.head_dim) + 2));
     }
     for (int64_t l = 0; l < model.n_layer; l++) {
         const Layer& layer = model.layers[l];
         widest = std::max(widest, layer.c_fc.n), qkv = std::max(qkv, layer.c_attn.n);
+        if (layer.owns) last_owner = l;
         if (layer.k_up) latents = model.n_head * model.slots[layer.slot].head_dim;
     }
     const Linear& linear = model.layers[0].c_fc;
@@ -652,28 +750,49 @@ extern "C" void nanokv_decode(const Model* model_, const Step* step_) {
             else add_int8_row(model.lm_head, step.tokens[i], x + i * C);
             if (model.wpe) add_row(model.wpe, model.wpe_dtype, step.positions[i], C, x + i * C);
         });
-        for (int64_t l = 0; l < model.n_layer; l++) {
+        const Step* now = &step;
+        for (int64_t l = 0; l < model.n_layer && now->m; l++) {
             const Layer& layer = model.layers[l];
-            norm_rows(x, layer.ln_1, layer.ln_1_bias, m, C, h);
-            clamp(h, m * C, model.act_clamp);
-            matmul(layer.c_attn, h, m, shared->qkv.data(), STORE, rows);
-            attention(model, layer, step, parts[layer.slot], *shared);
-            clamp(shared->y.data(), m * HD, model.act_clamp);
-            matmul(layer.attn_proj, shared->y.data(), m, x, ADD, rows);
-            norm_rows(x, layer.ln_2, layer.ln_2_bias, m, C, h);
-            clamp(h, m * C, model.act_clamp);
-            matmul(layer.c_fc, h, m, shared->mlp.data(), model.activation, rows);
-            clamp(shared->mlp.data(), m * layer.c_fc.n, model.act_clamp);
-            matmul(layer.mlp_proj, shared->mlp.data(), m, x, ADD, rows);
+            norm_rows(x, layer.ln_1, layer.ln_1_bias, now->m, C, h);
+            clamp(h, now->m * C, model.act_clamp);
+            matmul(layer.c_attn, h, now->m, shared->qkv.data(), STORE, rows);
+            queries_and_keys(model, layer, *now, work[layer.slot], *shared);
+            if (l == last_owner && step.n_wanted < m) {
+                share(2, 1, [&](int64_t k) { k ? keep_rows(step, C, x) : keep_rows(step, layer.c_attn.n, shared->qkv.data()); });
+                now = &last;
+            }
+            attention(model, layer, *now, (now == &step ? work : last_work)[layer.slot], *shared);
+            clamp(shared->y.data(), now->m * HD, model.act_clamp);
+            matmul(layer.attn_proj, shared->y.data(), now->m, x, ADD, rows);
+            norm_rows(x, layer.ln_2, layer.ln_2_bias, now->m, C, h);
+            clamp(h, now->m * C, model.act_clamp);
+            matmul(layer.c_fc, h, now->m, shared->mlp.data(), model.activation, rows);
+            clamp(shared->mlp.data(), now->m * layer.c_fc.n, model.act_clamp);
+            matmul(layer.mlp_proj, shared->mlp.data(), now->m, x, ADD, rows);
         }
         share(step.n_wanted, [&](int64_t r) {
-            layer_norm(x + step.wanted[r] * C, model.ln_f, model.ln_f_bias, C, h + r * C);
+            const int64_t row = now == &step ? step.wanted[r] : r;
+            layer_norm(x + row * C, model.ln_f, model.ln_f_bias, C, h + r * C);
         });
         matmul(model.lm_head, h, step.n_wanted, step.logits, STORE, rows);
     });
 }
 
-#include "chunks.h"
+extern "C" void nanokv_attend(const Chunk* chunk) {
+    const Chunk& c = *chunk;
+    const int64_t pairs = c.B * c.slot.n_kv_head, group = c.H / c.slot.n_kv_head;
+    const int64_t size = block_size(group, pairs, c.t, c.threads), blocks = (c.t + size - 1) / size;
+    const Slot& slot = c.slot;
+    auto attend = slot.scaled() ? attend_block<int8_t> : slot.dtype == BFLOAT16 ? attend_block<uint16_t> : attend_block<float>;
+    in_parallel(c.threads, [&] {
+        ChunkRoom room(group * size, slot.head_dim);
+        share(blocks * pairs, 1, [&](int64_t item) {  // the last queries first: they see the most keys
+            const int64_t first = (blocks - 1 - item / pairs) * size, b = item % pairs / slot.n_kv_head;
+            const int64_t n = std::min(size, c.n[b] - first);
+            if (n > 0) attend(c, b, item % slot.n_kv_head, first, n, 1 / std::sqrt((float)slot.head_dim), room);
+        });
+    });
+}
 
 // y (m, n) = x (m, k) @ weight.T + bias
 extern "C" void nanokv_linear(const Linear* linear, const float* x, int64_t m, float* y, int64_t threads) {

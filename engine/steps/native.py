@@ -2,6 +2,7 @@
 import ctypes
 import functools
 import itertools
+import sys
 
 import numpy as np
 import torch
@@ -19,9 +20,9 @@ from model import GPT
 
 ACTIVATIONS = {'exact': native.GELU_EXACT, 'tanh': native.GELU_TANH, 'relu2': native.RELU2}
 MULTIPLE = 8  # widths must be multiples of it: half a vector
-# Tokens of prompts up to which a step is taken instead of torch with the extension's attention,
-# GELU and matmuls (measured with 37M parameters on 2 AVX-512 cores, and with 124M on AVX2); and
-# beside decoding rows, which otherwise read the weights once more, as each prompt does.
+# Tokens of prompts up to which a step with weights in floats is taken instead of torch, whose
+# matmuls of many rows are faster (measured with 37M parameters on 2 AVX-512 cores, and with 124M on
+# AVX2); and beside decoding rows, which otherwise read the weights once more, as each prompt does.
 FEW, FEW_BESIDE = 48, 256
 
 
@@ -70,6 +71,8 @@ class NativeDecode:
     def __init__(self, model: GPT, cache: KVCache):
         self.cache, self.vocab_size = cache, model.config.vocab_size
         self.most_tokens, self.most_beside = FEW, FEW_BESIDE
+        if isinstance(model.lm_head, QuantizedLinear):
+            self.most_tokens = self.most_beside = sys.maxsize
         self._kept = []  # tensors whose addresses are in the structs
         self._model = self._describe(model)
         self._logits = torch.empty(cache.batch_size, self.vocab_size)
@@ -103,9 +106,9 @@ class NativeDecode:
     @torch.inference_mode()
     def extend(self, texts: list[list[int]], rows: list[int],
                wanted: list[bool]) -> torch.Tensor:
-        """Append texts[b], at least one token and at most `longest_text`, to row rows[b]. Returns
-        (n, V) float32 logits after the last token of each text that is wanted, overwritten by the
-        next call. Errors are as in a decode step."""
+        """Append texts[b], at least one token, to row rows[b]. Returns (n, V) float32 logits after
+        the last token of each text that is wanted, overwritten by the next call. Errors are as in a
+        decode step."""
         ids = [token for text in texts for token in text]
         if min(ids) < 0 or max(ids) >= self.vocab_size:
             raise IndexError(f'tokens {ids}: the model has 0 to {self.vocab_size - 1}')
@@ -118,12 +121,6 @@ class NativeDecode:
         self._run(ids, *zip(*places), [end - 1 for end in ends], logits)
         self.cache.commit()
         return logits
-
-    @property
-    def longest_text(self) -> int:
-        """Tokens that a row may take at a time: no ring may wrap within them."""
-        rings = (store.capacity for store in self.cache.stores if isinstance(store, RingStore))
-        return min(rings, default=self.cache.max_seq_len)
 
     def prepare(self, *sizes: int) -> None:
         """No-op, for the interface of `CapturedDecode`."""

@@ -10,6 +10,7 @@ from engine.engine import Engine
 from engine.pages import chunks
 from engine.pages.cache import PagedKVCache
 from engine.requests.params import SamplingParams
+from engine.steps.native import FEW
 from engine.weights.linear import FastGELU, speed_up_on_cpu
 from kv.slots import QUANTIZE
 from tests.engine.test_native import WIDE
@@ -112,7 +113,7 @@ def test_the_engine_uses_it_if_its_steps_agree_with_the_model(monkeypatch, scale
     plain = attention.cached._attend
     monkeypatch.setattr(attention.cached, '_attend', lambda q, *args: plain(q * scale, *args))
     engine = Engine(random_model(GPTConfig(**WIDE), torch.float32), 2, 60)
-    engine.generate([[1] * 9], SamplingParams(max_new_tokens=2))
+    engine.generate([[1] * (FEW + 1)], SamplingParams(max_new_tokens=2))
     assert engine.cache.chunks_in_cpp == bool(called) == (scale == 1)
 
 

@@ -9,7 +9,8 @@ from config.gpt_config import GPTConfig
 from engine import native
 from engine.requests import pace as paces
 from engine.engine import Engine
-from engine.steps.native import NativeDecode
+from engine.steps.native import FEW, NativeDecode
+from engine.weights.quantize import quantize_weights
 from engine.requests.pace import Pace
 from engine.requests.params import SamplingParams
 from tests.engine.test_scheduler import Simulation
@@ -182,10 +183,20 @@ def test_one_pass_for_prompts_and_decoding_rows_changes_no_text(prefix, recorded
         assert bool(calls) == bool(most and not asynchronous)
     assert texts[0] == texts[1] == texts[2]
     assert any(len(lens) > 1 and max(lens) > 1 for lens in calls)  # both kinds in one pass
-    assert max(map(max, calls)) <= 5 == model.plan.slots[0].window
+    assert max(map(max, calls)) == (4 if prefix else 16)  # or a ring wraps within it
     engine = Engine(model, 3, 60, slowdown=2.0)
     engine.generate([[1, 2, 3]], SamplingParams(1))
     assert len(engine.pace._per_token) == 1
+
+
+@pytest.mark.skipif(native.library() is None, reason='no compiler here')
+@pytest.mark.parametrize('weights, lens', [('auto', []), ('int8', [FEW + 1]), ('int4', [FEW + 1])])
+def test_long_prompts_take_the_step_with_quantized_weights(weights, lens, recorded):
+    model = wide_model()
+    quantize_weights(model, weights, int4_group=8)
+    calls = recorded(NativeDecode, 'extend', lambda self, texts, *rest: list(map(len, texts)))
+    Engine(model, 2, 60).generate([prompt(FEW + 1, 1)], SamplingParams(1))
+    assert calls == [lens] * bool(lens)
 
 
 @pytest.mark.skipif(native.library() is None, reason='no compiler here')
