@@ -10,7 +10,7 @@ from torch import nn
 
 from engine import native
 from engine.steps.agreement import agrees, note_once, unknown_field
-from engine.weights.linear import describe
+from engine.weights.linear import describe, suits_prompts
 from engine.pages.cache import PagedKVCache, PagedStore
 from engine.pages.chunks import STORED, describe as describe_stored
 from engine.weights.quantized import Int8Embedding, QuantizedLinear
@@ -20,9 +20,9 @@ from model import GPT
 
 ACTIVATIONS = {'exact': native.GELU_EXACT, 'tanh': native.GELU_TANH, 'relu2': native.RELU2}
 MULTIPLE = 8  # widths must be multiples of it: half a vector
-# Tokens of prompts up to which a step with weights in floats is taken instead of torch, whose
-# matmuls of many rows are faster (measured with 37M parameters on 2 AVX-512 cores, and with 124M on
-# AVX2); and beside decoding rows, which otherwise read the weights once more, as each prompt does.
+# Tokens of prompts up to which a step is taken instead of torch where that is faster for many
+# (measured with 37M parameters on 2 AVX-512 cores, and with 124M on AVX2); and beside decoding
+# rows, which otherwise read the weights once more, as each prompt does.
 FEW, FEW_BESIDE = 48, 256
 
 
@@ -71,7 +71,7 @@ class NativeDecode:
     def __init__(self, model: GPT, cache: KVCache):
         self.cache, self.vocab_size = cache, model.config.vocab_size
         self.most_tokens, self.most_beside = FEW, FEW_BESIDE
-        if isinstance(model.lm_head, QuantizedLinear):
+        if isinstance(model.lm_head, QuantizedLinear) or suits_prompts(model.dtype):
             self.most_tokens = self.most_beside = sys.maxsize
         self._kept = []  # tensors whose addresses are in the structs
         self._model = self._describe(model)

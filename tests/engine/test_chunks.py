@@ -112,6 +112,7 @@ def test_the_engine_uses_it_if_its_steps_agree_with_the_model(monkeypatch, scale
     called = recorded(chunks, 'attend', lambda *args, **kwargs: None)
     plain = attention.cached._attend
     monkeypatch.setattr(attention.cached, '_attend', lambda q, *args: plain(q * scale, *args))
+    monkeypatch.setattr('engine.steps.native.suits_prompts', lambda dtype: False)
     engine = Engine(random_model(GPTConfig(**WIDE), torch.float32), 2, 60)
     engine.generate([[1] * (FEW + 1)], SamplingParams(max_new_tokens=2))
     assert engine.cache.chunks_in_cpp == bool(called) == (scale == 1)

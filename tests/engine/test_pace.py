@@ -190,8 +190,11 @@ def test_one_pass_for_prompts_and_decoding_rows_changes_no_text(prefix, recorded
 
 
 @pytest.mark.skipif(native.library() is None, reason='no compiler here')
-@pytest.mark.parametrize('weights, lens', [('auto', []), ('int8', [FEW + 1]), ('int4', [FEW + 1])])
-def test_long_prompts_take_the_step_with_quantized_weights(weights, lens, recorded):
+@pytest.mark.parametrize('weights, fast, lens', [
+    ('auto', False, []), ('auto', True, [FEW + 1]), ('int8', False, [FEW + 1]),
+    ('int4', False, [FEW + 1])])
+def test_long_prompts_take_the_step_where_it_is_fast(weights, fast, lens, recorded, monkeypatch):
+    monkeypatch.setattr('engine.steps.native.suits_prompts', lambda dtype: fast)
     model = wide_model()
     quantize_weights(model, weights, int4_group=8)
     calls = recorded(NativeDecode, 'extend', lambda self, texts, *rest: list(map(len, texts)))
@@ -217,8 +220,9 @@ def test_prompts_of_a_step_and_decoding_rows_share_a_pass(monkeypatch, recorded)
 
 
 @pytest.mark.skipif(native.library() is None, reason='no compiler here')
-def test_a_prompt_alone_is_torchs_and_one_beside_decoding_rows_is_not(recorded):
-    """From some tokens on torch is faster, but not if decoding rows need a pass of their own."""
+def test_a_prompt_alone_is_torchs_and_one_beside_decoding_rows_is_not(recorded, monkeypatch):
+    """From some tokens on torch may be faster, but not if decoding rows need a pass of their own."""
+    monkeypatch.setattr('engine.steps.native.suits_prompts', lambda dtype: False)
     passes = recorded(NativeDecode, 'extend', lambda self, texts, *rest: max(map(len, texts)))
     shape = dict(FULL_STACK, n_embd=32, head_dim=16, mlp_hidden=48, block_size=512, window_size=99)
     engine = Engine(random_model(GPTConfig(**shape), torch.float32), 2, 400)
