@@ -110,8 +110,8 @@ def _measured(dtype) -> int:
 
 @functools.cache
 def suits_prompts(dtype) -> bool:
-    """Whether a C++ step is not slower than torch for many tokens. Its matmuls may take 1.3 times as
-    long: the rest of it gains more (measured with 124M parameters on 2 AVX-512 BF16 cores)."""
+    """Whether a C++ step is not slower than torch for many tokens. Its matmuls may take 1.3 times
+    as long: the rest gains more (measured with 124M parameters on 2 AVX-512 BF16 cores)."""
     return _ratio(dtype, MOST_ROWS) <= 1.3
 
 

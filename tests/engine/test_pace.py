@@ -221,7 +221,7 @@ def test_prompts_of_a_step_and_decoding_rows_share_a_pass(monkeypatch, recorded)
 
 @pytest.mark.skipif(native.library() is None, reason='no compiler here')
 def test_a_prompt_alone_is_torchs_and_one_beside_decoding_rows_is_not(recorded, monkeypatch):
-    """From some tokens on torch may be faster, but not if decoding rows need a pass of their own."""
+    """From some tokens on torch may be faster, but not if decoding rows need their own pass."""
     monkeypatch.setattr('engine.steps.native.suits_prompts', lambda dtype: False)
     passes = recorded(NativeDecode, 'extend', lambda self, texts, *rest: max(map(len, texts)))
     shape = dict(FULL_STACK, n_embd=32, head_dim=16, mlp_hidden=48, block_size=512, window_size=99)
