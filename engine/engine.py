@@ -260,13 +260,16 @@ class Engine:
         return once == len(prompts) and sum(lens) <= most
 
     def _mixed(self, prompts, decoding) -> None:
-        start, parts = time.perf_counter(), prompts + decoding
+        start = time.perf_counter()
+        self._extend(prompts + decoding)
+        if self.pace:
+            self.pace.mixed(sum(n for _, n in prompts), bool(decoding), time.perf_counter() - start)
+
+    def _extend(self, parts) -> None:
         logits = self.fast_decode.extend([request.next_tokens(n) for request, n in parts],
                                          [request.row for request, _ in parts],
                                          [request.pending == n for request, n in parts])
         self._sample(parts, logits)
-        if self.pace:
-            self.pace.mixed(sum(n for _, n in prompts), bool(decoding), time.perf_counter() - start)
 
     def _paced(self, passes, decoding) -> None:
         """Compute prompts, then decode. What is timed runs alone: nothing stays in flight."""
@@ -294,7 +297,10 @@ class Engine:
 
     def _prefill(self, passes) -> None:
         for chunks in passes:
-            self._forward(chunks, [request.row for request, _ in chunks])
+            if self._fits_one_pass(chunks, []):
+                self._extend(chunks)
+            else:
+                self._forward(chunks, [request.row for request, _ in chunks])
 
     def _recover(self) -> None:
         """After a failed step: rebuild all state from the sampled tokens and the events."""
