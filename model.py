@@ -19,8 +19,7 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 from attention import causal_attention
-from attention.rope import (
-    RotaryTable, apply_rope, norm_and_rotate, offset_keys, split_by_speed)
+from attention.rope import RotaryTable, apply_rope, norm_and_rotate, offset_keys, split_by_speed
 from config.errors import UserError
 from config.gpt_config import GPTConfig, model_args
 from kv.cache import KVCache

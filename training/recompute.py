@@ -18,10 +18,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+    CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts)
 
 from config.errors import UserError
 from training.offload import offloaded

@@ -14,8 +14,7 @@ from config.errors import UserError
 from config.sizes import parse_bytes
 from engine.steps.decode import fast_decode
 from lab.benchmarks import clock, generation, setting
-from lab.benchmarks.bandwidth import (
-    Bandwidth, kv_read_per_step, most_sequences, weight_read_bytes)
+from lab.benchmarks.bandwidth import Bandwidth, kv_read_per_step, most_sequences, weight_read_bytes
 
 
 class DecodeRound:

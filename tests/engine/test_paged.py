@@ -13,8 +13,7 @@ from engine.pages.table import OutOfPages, page_nbytes, rows_nbytes
 from engine.steps.static import put
 from kv.plan import GLOBAL, KV_DTYPES, plan_kv
 from tests.helpers.mechanisms import MECHANISMS
-from tests.helpers.models import (
-    FULL_STACK, chunkings, configs, feed, max_gap, random_model, tokens)
+from tests.helpers.models import FULL_STACK, chunkings, configs, feed, max_gap, random_model, tokens
 from tests.helpers.reference import dense_attention
 from tests.helpers.runs import Run
 

@@ -7,8 +7,7 @@ from rich.cells import cell_len
 from config.gpt_config import GPTConfig
 from config.sizes import nice_bytes
 from engine.text import watch
-from engine.text.watch import (
-    EMPTY, GENERATED, LEGEND, NEWEST, NEXT, PROMPT, caption, frame, lane)
+from engine.text.watch import EMPTY, GENERATED, LEGEND, NEWEST, NEXT, PROMPT, caption, frame, lane
 from kv.cache import KVCache
 from kv.plan import plan_kv
 

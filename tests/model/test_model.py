@@ -9,14 +9,7 @@ from hypothesis import strategies as st
 from config.gpt_config import NANOGPT_FIELDS
 from model import GPT, GPTConfig, model_args
 from tests.helpers.models import (
-    FULL_STACK,
-    VOCAB,
-    configs,
-    full_logits,
-    max_gap,
-    random_model,
-    tokens,
-)
+    FULL_STACK, VOCAB, configs, full_logits, max_gap, random_model, tokens)
 from tests.helpers.reference import Reference, cross_entropy
 from training.recompute import set_recompute
 

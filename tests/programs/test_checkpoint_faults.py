@@ -12,12 +12,7 @@ from config.errors import UserError
 from tests.programs.support import Died, contents, die, kept, no_links, run_train
 from model import GPT, GPTConfig
 from training.checkpoint import (
-    delete_unused_shards,
-    link_or_copy,
-    load_checkpoint,
-    load_weights,
-    save_checkpoint,
-)
+    delete_unused_shards, link_or_copy, load_checkpoint, load_weights, save_checkpoint)
 
 resource = pytest.importorskip('resource')  # not on Windows
 

@@ -7,19 +7,8 @@ import torch
 
 from config.errors import UserError
 from tests.programs.support import (
-    HARD,
-    Died,
-    assert_same_weights,
-    contents,
-    die,
-    kept,
-    load,
-    losses,
-    metrics,
-    no_links,
-    raise_signal,
-    run_train,
-)
+    HARD, Died, assert_same_weights, contents, die, kept, load, losses, metrics, no_links,
+    raise_signal, run_train)
 
 FEW = dict(checkpoint_interval=2, eval_interval=100, keep_checkpoints=3)
 

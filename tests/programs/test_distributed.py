@@ -15,16 +15,7 @@ import train
 from config.errors import UserError
 from tests.helpers.mechanisms import CHANGES
 from tests.programs.support import (
-    FULL_STACK,
-    VANILLA,
-    contents,
-    flags,
-    load,
-    losses,
-    metrics,
-    run_train,
-    start_program,
-)
+    FULL_STACK, VANILLA, contents, flags, load, losses, metrics, run_train, start_program)
 from training.checkpoint_manager import peek
 from training.device import multiplies_bfloat16
 from training.distributed import Ranks, go_on_after_restart

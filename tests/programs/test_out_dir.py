@@ -9,14 +9,7 @@ import pytest
 import sample
 from config.errors import UserError
 from config.folder_lock import only_writer
-from tests.programs.support import (
-    VANILLA,
-    contents,
-    flags,
-    metrics,
-    run_train,
-    start_program,
-)
+from tests.programs.support import VANILLA, contents, flags, metrics, run_train, start_program
 from training.batches import TokenBatches
 
 

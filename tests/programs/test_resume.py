@@ -13,22 +13,8 @@ import train
 from config.errors import UserError
 from tests.helpers.mechanisms import CHANGES
 from tests.programs.support import (
-    NANOGPT_FORMS,
-    FULL_STACK,
-    HARD,
-    TINY,
-    VANILLA,
-    assert_same_weights,
-    contents,
-    flags,
-    load,
-    losses,
-    metrics,
-    raise_signal,
-    run_sample,
-    run_train,
-    start_program,
-)
+    NANOGPT_FORMS, FULL_STACK, HARD, TINY, VANILLA, assert_same_weights, contents, flags, load,
+    losses, metrics, raise_signal, run_sample, run_train, start_program)
 from training.batches import TokenBatches
 
 

@@ -16,15 +16,7 @@ from kv.capacity import prefill_flops
 from kv.plan import plan_kv
 from model import GPT
 from tests.programs.support import (
-    ALPHABET,
-    LAUNCH,
-    VANILLA,
-    flags,
-    in_terminal,
-    load,
-    meta_of,
-    run_sample,
-)
+    ALPHABET, LAUNCH, VANILLA, flags, in_terminal, load, meta_of, run_sample)
 
 RULE = '---------------'
 KINDS = pytest.mark.parametrize('kind', ['vanilla', 'full'])

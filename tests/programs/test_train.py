@@ -8,14 +8,7 @@ import torch
 import train
 from config.gpt_config import GPTConfig
 from model import GPT
-from tests.programs.support import (
-    FULL_STACK,
-    VANILLA,
-    load,
-    losses,
-    make_fresh,
-    run_train,
-)
+from tests.programs.support import FULL_STACK, VANILLA, load, losses, make_fresh, run_train
 from training.flops import flops_per_token
 
 NANOGPT_KEYS = {'model', 'optimizer', 'model_args', 'iter_num', 'best_val_loss', 'config'}

@@ -8,15 +8,7 @@ import torch
 import train
 import training.loss
 from config.errors import UserError
-from tests.programs.support import (
-    BOTH,
-    FULL_STACK,
-    VANILLA,
-    load,
-    losses,
-    run_sample,
-    run_train,
-)
+from tests.programs.support import BOTH, FULL_STACK, VANILLA, load, losses, run_sample, run_train
 from training import batches
 
 WIDE = dict(VANILLA, n_embd=64)  # only tensors of at least 4096 numbers are kept in 8 bits

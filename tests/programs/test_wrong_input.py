@@ -18,15 +18,7 @@ import train
 from config.errors import UserError
 from configurator import run_program
 from interop import evaluate
-from tests.programs.support import (
-    ALPHABET,
-    FULL_STACK,
-    VANILLA,
-    flags,
-    load,
-    make_tiny,
-    meta_of,
-)
+from tests.programs.support import ALPHABET, FULL_STACK, VANILLA, flags, load, make_tiny, meta_of
 from tests.programs.test_bench import MEMORY_OF_FULL_STACK
 
 

@@ -9,8 +9,7 @@ from engine.engine import Engine
 from engine.requests.params import SamplingParams
 from serving.worker import Ticket
 from tests.serving.conftest import (
-    CHAT, COMPLETIONS, LONGEST, USER, Asgi, assert_free, assert_refused, expected,
-    in_background)
+    CHAT, COMPLETIONS, LONGEST, USER, Asgi, assert_free, assert_refused, expected, in_background)
 
 JSON = {'content-type': 'application/json'}
 # (fields in addition to prompt='a', the field in the error, part of the message)

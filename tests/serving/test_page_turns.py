@@ -8,8 +8,7 @@ import pytest
 from playwright.sync_api import expect
 
 from serving.watch import gemma_shaped
-from tests.serving.browser import (
-    MARKUP, answering, drawn, number, said, send, start, streamed)
+from tests.serving.browser import MARKUP, answering, drawn, number, said, send, start, streamed
 from tests.serving.conftest import LONGEST, MODEL
 
 pytestmark = pytest.mark.slow

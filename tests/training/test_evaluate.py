@@ -10,14 +10,7 @@ from data.making.writer import write_dataset
 from data.tokenfiles import open_split
 from data.tokenizer import CharTokenizer
 from training.evaluate import (
-    bits_per_byte,
-    forward,
-    judge,
-    n_bytes,
-    spread_windows,
-    through_cache,
-    with_rounding,
-)
+    bits_per_byte, forward, judge, n_bytes, spread_windows, through_cache, with_rounding)
 from engine.weights.quantize import quantize_weights
 from model import GPT, GPTConfig
 

@@ -15,14 +15,8 @@ from training import optim
 from training.host_optimizer import HostAdamW
 from training.memory_use import memory_line, state_bytes
 from training.optim import (
-    cooldown,
-    learning_rate_at,
-    load_optimizer,
-    make_optimizer,
-    optimizer_state,
-    set_learning_rate,
-    state_name,
-)
+    cooldown, learning_rate_at, load_optimizer, make_optimizer, optimizer_state, set_learning_rate,
+    state_name)
 from training.update import GuardedUpdate
 
 HOST = settings(optimizer='adamw', offload_optimizer=True)

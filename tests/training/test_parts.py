@@ -15,8 +15,7 @@ from config.errors import UserError
 from config.sizes import physical_memory
 from model import GPT, GPTConfig
 from training.checkpoint import rng_state, save_checkpoint, set_rng_state
-from training.device import (
-    MemoryUse, keep_freed_memory, memory_use, pick_device, pick_dtype)
+from training.device import MemoryUse, keep_freed_memory, memory_use, pick_device, pick_dtype
 from training.optim import configure_optimizers
 
 CPU, F32 = torch.device('cpu'), torch.float32

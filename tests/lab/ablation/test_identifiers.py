@@ -5,8 +5,7 @@ import pytest
 from config.errors import UserError
 from data.bpe import encode_documents, learn_bpe, learned_encoding
 from data.tokenizer import BPETokenizer, CharTokenizer
-from lab.ablation.identifiers import (
-    NEW, Identifiers, find_identifiers, loss_by_distance, names_of)
+from lab.ablation.identifiers import NEW, Identifiers, find_identifiers, loss_by_distance, names_of
 
 FILES = ['def __init__(self, naïve_x):\n    # self\n    self.naïve_x = "naïve_x"\n',
          'for naïve_x in f(3):\n    pass\n', 'import os\nif (\n', '']
