@@ -127,6 +127,7 @@ def test_branches_go_on_apart():
     d.say('A', 'c')
     assert [turn.text for turn in d.turns] == ['a', 'c']
     assert [turn.text for turn in d.branches['other']] == ['a', 'b']
+    assert d.trimmed == {'other': 0}
     for wrong in ('', 'main', 'other'):
         with pytest.raises(UserError, match='branch'):
             d.fork(wrong)

@@ -129,11 +129,15 @@ def test_watching_waits_and_its_clock_does_not(monkeypatch, capsys):
     monkeypatch.setattr(watch.time, 'perf_counter', lambda: now[0])
     monkeypatch.setattr(watch.time, 'sleep', lambda s: now.__setitem__(0, now[0] + s))
     generation = SimpleNamespace(cache=KVCache(SMALL, 1, 30), prompt_lens=[1], made=[])
+    recomputes, totals = [], watch.totals
+    monkeypatch.setattr(watch, 'totals', lambda *args: recomputes.append(args[-1]) or totals(*args))
     with watch.watching(generation, 50.0) as (write, clock):
         write('To')
         for _ in range(20):
             now[0] += 0.005  # a step of the model
             generation.made.append(0)
+            generation.cache.fill_(len(generation.made))  # all but the newest
             write(' be')
+        assert recomputes and not any(recomputes)
         assert now[0] == pytest.approx(100.4) and clock() == pytest.approx(100.1)
     assert capsys.readouterr().out.endswith('To' + ' be' * 20)

@@ -360,6 +360,16 @@ def test_predicted_memory_has_the_sums_of_attention(monkeypatch):
     assert peaks[1] - peaks[0] == 2 * 2 * (512 + 16) * 16 * 4
 
 
+def test_a_sum_of_two_dtypes_converts_the_narrower_operand_on_a_cpu():
+    for device, scratch in (('cpu', 4000), ('meta', 0)):
+        tracker = StorageTracker(GPT(GPTConfig(**VANILLA)).to(device))
+        wide, narrow = torch.ones(1000, device=device), torch.ones(1000, device=device).bfloat16()
+        for other, expected in ((wide, 4000), (narrow, 4000 + scratch)):
+            with tracker:
+                wide + other
+            assert tracker.peak == expected
+
+
 def test_what_it_does_not_take_is_torchs():
     model = GPT(GPTConfig(**FULL_STACK)).double()
     plain = losses_and_gradients(model, 32)
