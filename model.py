@@ -72,6 +72,7 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(self.n_head * self.head_dim, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
 
+        self.gate = nn.Linear(config.n_embd, self.n_head) if config.attn_gate else None
         self.q_norm = self.k_norm = self.sink = None
         if config.qk_norm:
             self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6)
@@ -91,11 +92,11 @@ class CausalSelfAttention(nn.Module):
         kv = self.keys_and_values(own, rope, cache) if self.layer.owns else None
         return self.norm_and_rotate(q, self.q_norm, rope), kv
 
-    def forward(self, q, kv, rope=None, cache=None):
+    def forward(self, q, kv, rope=None, cache=None, x=None):
         """q (B, H, t, D) -> (B, t, C), after attention.
 
         kv: (K, V) of the slot's owner. With a cache, which stores them, a reading layer has None.
-        rope: (cos, sin) for the positions of q, or None.
+        rope: (cos, sin) for the positions of q, or None. x: (B, t, C), the input, for a gate.
         """
         if cache is None:
             y = self.attend_to_sequence(q, *kv)
@@ -104,6 +105,8 @@ class CausalSelfAttention(nn.Module):
         if self.slot.tied and rope:  # V is rotated: rotate back, so that only distances matter
             cos, sin = rope
             y = apply_rope(y, cos, -sin)
+        if self.gate is not None:
+            y = y * self.gate(x).sigmoid().transpose(1, 2)[..., None]  # (B, H, t, D)
         return self.project(y)
 
     def keys_and_values(self, own, rope, cache):
@@ -218,13 +221,14 @@ class Block(nn.Module):
         last token is needed once K and V are stored; then output and rope are of those.
         """
         kind = self.attn.layer.kind
-        q, own = self.attn.queries_keys_values(self.ln_1(x), rope.get(kind), cache)
+        normed = self.ln_1(x)
+        q, own = self.attn.queries_keys_values(normed, rope.get(kind), cache)
         if own is not None:
             kv = own
         if trim:
-            x, q = trim.last(x), trim.last(q)
+            x, q, normed = trim.last(x), trim.last(q), trim.last(normed)
             rope = {kind: [trim.last(table) for table in both] for kind, both in rope.items()}
-        x = x + self.attn(q, kv, rope.get(kind), cache)
+        x = x + self.attn(q, kv, rope.get(kind), cache, normed)
         return x + self.feed_forward(x), kv if cache is None else None, rope
 
     def feed_forward(self, x):

@@ -31,6 +31,7 @@ side_rows = {
     'K = V on global layers, NoPE': ('no key offset', dict(kv_tied='global', **_NOPE)),
     'NoPE on global layers': (_FULL, _NOPE),
     'attention sinks': (_FULL, dict(attn_sink=True)),
+    'output gate': (_FULL, dict(attn_gate=True, dtype='float32')),
     'int4 KV': (_FULL, dict(kv_dtype='int4')),
     # one entry for every two or four tokens
     **{f'blocks of {n}': ('NoPE on global layers', dict(kv_stride=n, dtype='float32'))

@@ -233,7 +233,8 @@ class Engine:
             self.held_peak = max(self.held_peak, self.cache.held_nbytes)
             decoding = [(request, 1) for request in work.decode]
             prompts = [part for chunks in work.prefill for part in chunks]
-            if self._fits_one_pass(prompts, decoding):
+            timed_apart = self.pace and decoding and self.pace.stale
+            if self._fits_one_pass(prompts, decoding) and not timed_apart:
                 self._mixed(prompts, decoding)
             elif self.pace:
                 self._paced(work.prefill, decoding)
@@ -252,12 +253,11 @@ class Engine:
 
     def _fits_one_pass(self, prompts, decoding) -> bool:
         """Whether the C++ step can compute prompts and decoding rows together, which reads the
-        weights once (Sarathi, Agrawal et al. 2023)."""
+        weights once (Sarathi, Agrawal et al. 2023). Without such rows torch may be faster."""
         if self.asynchronous or not prompts or not isinstance(self.fast_decode, NativeDecode):
             return False
-        lens, once = [n for _, n in prompts], len({request.row for request, _ in prompts})
-        most = self.fast_decode.most_beside if decoding else self.fast_decode.most_tokens
-        return once == len(prompts) and sum(lens) <= most
+        few = sum(n for _, n in prompts) <= self.fast_decode.most_tokens
+        return (few or decoding) and len({request.row for request, _ in prompts}) == len(prompts)
 
     def _mixed(self, prompts, decoding) -> None:
         start = time.perf_counter()

@@ -77,6 +77,7 @@ def parameters(config: GPTConfig, plan: KVPlan) -> int:
         shapes = matrices(config, plan, layer)
         total += sum(n * m for n, m in shapes) + bias * sum(m for _, m in shapes[:4])
         total += 2 * (1 + bias) * C + plan.n_head * config.attn_sink
+        total += plan.n_head * (C + 1) * config.attn_gate
         slot = plan.slots[layer.slot]
         if slot.stride > 1 and layer.owns:
             total += slot.n_kv_head * slot.stride * slot.width

@@ -18,23 +18,23 @@ from lab.ablation.results import CORE
 
 ROOT = Path(__file__).resolve().parents[1]
 # Lines of the core are not limited, since a limit on lines makes lines dense.
-CORE_TOKENS = 16_210
+CORE_TOKENS = 16_276
 
 # The largest number of lines of Python in each room. A change that makes a room smaller lowers its
 # number. These are the sizes of today; the aim is 24,000 lines without tests, 22,500 of tests.
 BUDGETS = {
     'train.py sample.py chat.py serve.py ablate.py bench.py': 1_025,
-    'lab/': 6_892,
+    'lab/': 6_891,
     'serving/': 1_360,
     'interop/': 1_811,
-    'training/': 4_262,
+    'training/': 4_259,
     'extension/': 91,
-    'engine/': 5_144,
+    'engine/': 5_166,
     'attention/': 882,  # without the core, like kv/
-    'kv/': 1_396,
+    'kv/': 1_397,
     'data/': 2_587,
-    'config/ configurator.py': 2_106,
-    'tests/': 26_338,
+    'config/ configurator.py': 2_104,
+    'tests/': 26_302,
 }
 house = pytest.mark.house
 

@@ -38,7 +38,7 @@ def _checked(found: ctypes.CDLL) -> ctypes.CDLL:
     return found
 
 
-# -- the structs of kernels.h, decode.cpp and chunks.h ---------------------------------------------
+# -- the structs of kernels.h, slots.h and chunks.h ------------------------------------------------
 
 FLOAT32, BFLOAT16, INT8, INT4 = range(4)
 DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}  # of weights in floats

@@ -2,6 +2,15 @@
 // one tile of keys at a time (FlashAttention, Dao et al. 2022). Included by decode.cpp.
 #pragma once
 
+// Vector `at` (D,) of INT4 as bytes, `stride` apart.
+INLINE void unpack(const void* base, int64_t at, int64_t D, int8_t* to, int64_t stride) {
+    const uint8_t* from = (const uint8_t*)base + at * D / 2;
+    for (int64_t d = 0; d < D / 2; d++) {
+        to[d * stride] = (int8_t)((from[d] & 15) - 8);
+        to[(d + D / 2) * stride] = (int8_t)((from[d] >> 4) - 8);
+    }
+}
+
 // B rows of up to t tokens each, whose K and V are stored already.
 struct Chunk {
     Slot slot;                    // keys are in order, also those of a ring

@@ -15,6 +15,7 @@ import stat
 import time
 import uuid
 import warnings
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from kv.parts import parts_of
 from kv.plan import LOCAL
 
 VERSION = 4
+FIELDS = 28  # of GPTConfig, before those that are left out at their default
 PARTS = 'page', 'local', 'state'
 ABANDONED = 3600.0  # age in seconds at which temporary files are deleted
 FINGERPRINT, FILE = re.compile('[0-9a-f]{32}'), re.compile(r'[0-9a-f]*\.safetensors')
@@ -36,9 +38,10 @@ def fingerprint(model, kv_dtype: str, page_size: int, max_seq_len: int = 0) -> s
     rings = [slot for slot in model.plan.slots if slot.kind == LOCAL]
     if len({slot.window for slot in rings}) > 1:  # whole rings are stored
         known += tuple(slot.capacity(max_seq_len) for slot in rings)
-    # files of versions without these fields stay valid
-    later = "window_pattern='', kv_head_pattern='', |kv_stride=1, |, stride=1(?=[,)])"
-    known = re.sub(later, '', repr(known))
+    # files of versions without these fields stay valid; a new one comes before the last, act_clamp
+    later = ["window_pattern='', kv_head_pattern='', ", 'kv_stride=1, ', r', stride=1(?=[,)])', *(
+        re.escape(f'{f.name}={f.default!r}, ') for f in fields(model.config)[FIELDS:-1])]
+    known = re.sub('|'.join(later), '', repr(known))
     digest = hashlib.sha256(known.encode())
     for name, x in sorted(model.state_dict().items()):
         for part in parts_of(x):

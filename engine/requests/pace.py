@@ -10,6 +10,7 @@ from statistics import median
 LEAST = 16  # tokens
 STEPS = 8   # earlier steps that count
 LATER = 24  # steps after which unused room is lost
+FIRST, FRESH = 3, 64  # decoding is timed alone: so often at first, and after so many mixed steps
 
 
 class Pace:
@@ -26,6 +27,7 @@ class Pace:
         self.most, self.slowdown = most, slowdown
         self._unused = deque(maxlen=LATER)  # tokens
         self._per_token, self._decode = deque(maxlen=STEPS), deque(maxlen=STEPS)  # seconds
+        self._since = 0  # steps
 
     def room(self, prompts: int = 1) -> int:
         """Prompt tokens for the next step, in which rows decode and so many compute prompts."""
@@ -33,6 +35,11 @@ class Pace:
             return self.most
         seconds = (self.slowdown - 1) * median(self._decode) * max(1, prompts)
         return min(self.most, max(LEAST, int(seconds / median(self._per_token))))
+
+    @property
+    def stale(self) -> bool:
+        """Whether the next step should time decoding alone: all of the last had prompts."""
+        return len(self._decode) < FIRST or self._since >= FRESH
 
     @property
     def saved(self) -> int:
@@ -45,6 +52,7 @@ class Pace:
 
     def mixed(self, n: int, decoding: bool, seconds: float) -> None:
         """Record that a pass computed n prompt tokens, and those of decoding rows, in this time."""
+        self._since += decoding
         if not decoding:
             self.prefilled(n, seconds)
         elif self._decode:
@@ -59,3 +67,4 @@ class Pace:
     def decoded(self, seconds: float) -> None:
         """Record the time of a decode pass."""
         self._decode.append(seconds)
+        self._since = 0

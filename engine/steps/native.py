@@ -20,10 +20,9 @@ from model import GPT
 
 ACTIVATIONS = {'exact': native.GELU_EXACT, 'tanh': native.GELU_TANH, 'relu2': native.RELU2}
 MULTIPLE = 8  # widths must be multiples of it: half a vector
-# Tokens of prompts up to which a step is taken instead of torch where that is faster for many
-# (measured with 37M parameters on 2 AVX-512 cores, and with 124M on AVX2); and beside decoding
-# rows, which otherwise read the weights once more, as each prompt does.
-FEW, FEW_BESIDE = 48, 256
+# Tokens of prompts up to which a step is taken where torch is faster for many (measured with 37M
+# parameters on 2 AVX-512 cores, and with 124M on AVX2)
+FEW = 48
 
 
 def native_decode(model: GPT, cache: KVCache) -> 'NativeDecode | None':
@@ -70,9 +69,8 @@ class NativeDecode:
 
     def __init__(self, model: GPT, cache: KVCache):
         self.cache, self.vocab_size = cache, model.config.vocab_size
-        self.most_tokens, self.most_beside = FEW, FEW_BESIDE
-        if isinstance(model.lm_head, QuantizedLinear) or suits_prompts(model.dtype):
-            self.most_tokens = self.most_beside = sys.maxsize
+        fast = isinstance(model.lm_head, QuantizedLinear) or suits_prompts(model.dtype)
+        self.most_tokens = sys.maxsize if fast else FEW
         self._kept = []  # tensors whose addresses are in the structs
         self._model = self._describe(model)
         self._logits = torch.empty(cache.batch_size, self.vocab_size)

@@ -10,6 +10,7 @@ LEARNED = dict(pos_embedding='learned')
 SUFFIX = dict(layer_pattern='LLLGGGG', kv_share='ABCDDDD')  # a decoder's later half reads one slot
 MECHANISMS = {
     'sinks': dict(BASE, attn_sink=True),
+    'gate': dict(BASE, attn_gate=True),
     'no global rope': dict(BASE, rope_fraction_global=0.0),
     'some global rope': dict(BASE, rope_fraction_global=0.5),
     'offset keys': dict(BASE, key_offset=True),

@@ -107,7 +107,7 @@ class Reference:
 
     def __init__(self, state, config):
         for f in dataclasses.fields(config):
-            if 'fast' not in f.metadata['known'] and f.name != 'kv_stride':
+            if 'fast' not in f.metadata['known'] and f.name not in ('kv_stride', 'attn_gate'):
                 assert getattr(config, f.name) == f.default, f'{f.name}: the reference lacks it'
         self.state = {name: x.to(torch.float64) for name, x in state.items()}
         self.config = config
@@ -118,7 +118,7 @@ class Reference:
         limit = self.config.act_clamp or math.inf
         x = torch.maximum(torch.minimum(x, torch.tensor(limit)), torch.tensor(-limit))
         y = x @ self.state[name + '.weight'].T
-        return y + self.state[name + '.bias'] if self.config.bias else y
+        return y + self.state.get(name + '.bias', 0)
 
     def norm(self, x, name):
         return layer_norm(x, self.state[name + '.weight'], self.state[name + '.bias']
@@ -177,6 +177,8 @@ class Reference:
                             1 if local else c.kv_stride)
         if tied:
             y = self.rotated(y, i, direction=-1)
+        if c.attn_gate:
+            y = y * self.linear(x, prefix + 'gate').sigmoid().transpose(1, 2)[..., None]
         return self.linear(y.transpose(1, 2).reshape(B, T, -1), f'transformer.h.{i}.attn.c_proj')
 
     def mlp(self, x, i):

@@ -100,7 +100,7 @@ def test_a_fault_is_found(where, attribute, fault, changes, name, monkeypatch):
 
 @pytest.mark.slow
 def test_the_example_in_the_docs(tmp_path):
-    """The gate of docs/architecture.md, applied to a copy of the project."""
+    """HeadScale of docs/architecture.md, applied to a copy of the project."""
     listed = subprocess.run(['git', 'ls-files', '*.py', '*.h', '*.cpp'], cwd=ROOT, text=True,
                             capture_output=True, check=True).stdout.split()
     for path in (path for path in listed if not path.startswith('tests/')):
@@ -110,10 +110,10 @@ def test_the_example_in_the_docs(tmp_path):
     [diff] = re.findall(r'```diff\n(.*?)```', docs, re.DOTALL)
     for command in (['git', 'apply', '--unsafe-paths', '-'],
                     [sys.executable, '-m', 'lab.conform', 'config/train_mqa_local.py',
-                     '--attn_gate=True']):
+                     '--head_scale=True']):
         done = subprocess.run(command, cwd=tmp_path, input=diff, text=True, capture_output=True)
         assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count('(attn_gate=True)') == 2  # the C++ step and the export refuse it
+    assert done.stdout.count('(head_scale=True)') == 2  # the C++ step and the export refuse it
     assert done.stdout.count('\N{CHECK MARK}') == len(conform.CHECKS) - 2
 
 
