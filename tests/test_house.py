@@ -24,7 +24,7 @@ CORE_TOKENS = 16_276
 # number. These are the sizes of today; the aim is 24,000 lines without tests, 22,500 of tests.
 BUDGETS = {
     'train.py sample.py chat.py serve.py ablate.py bench.py': 1_025,
-    'lab/': 6_891,
+    'lab/': 6_892,
     'serving/': 1_360,
     'interop/': 1_811,
     'training/': 4_259,
