@@ -161,6 +161,10 @@ static void attend_block(const Chunk& c, int64_t b, int64_t g, int64_t first, in
     }
 }
 
+static auto attend_block_of(const Slot& slot) {
+    return slot.scaled() ? attend_block<int8_t> : slot.dtype == BFLOAT16 ? attend_block<uint16_t> : attend_block<float>;
+}
+
 // Queries of a block, of t: few enough that each thread has two blocks, if there are so many.
 static int64_t block_size(int64_t group, int64_t pairs, int64_t t, int64_t threads) {
     int64_t size = std::min({std::max<int64_t>(MOST_ROWS / group, 16), (int64_t)64, t});

@@ -118,8 +118,7 @@ static void attend_run(const Model& model, const Layer& layer, const Step& step,
     const Chunk chunk{ordered ? ordered->slot : slot, q + run.i * stride, y + run.i * y_stride,
                       ordered ? &ordered->before : &step.positions[run.i], &run.n, table, layer.sink, 0, S, stride, 0, S, y_stride,
                       1, model.n_head, run.n, slot.paged ? step.table_width : 1, window, step.threads, 0};
-    auto attend = slot.scaled() ? attend_block<int8_t> : slot.dtype == BFLOAT16 ? attend_block<uint16_t> : attend_block<float>;
-    attend(chunk, 0, g, block.first, block.n, 1, room);
+    attend_block_of(slot)(chunk, 0, g, block.first, block.n, 1, room);
 }
 
 // K and V of an owner -> its slot, and for runs in a ring to where they are read.
@@ -304,7 +303,7 @@ extern "C" void nanokv_attend(const Chunk* chunk) {
     const int64_t pairs = c.B * c.slot.n_kv_head, group = c.H / c.slot.n_kv_head;
     const int64_t size = block_size(group, pairs, c.t, c.threads), blocks = (c.t + size - 1) / size;
     const Slot& slot = c.slot;
-    auto attend = slot.scaled() ? attend_block<int8_t> : slot.dtype == BFLOAT16 ? attend_block<uint16_t> : attend_block<float>;
+    const auto attend = attend_block_of(slot);
     in_parallel(c.threads, [&] {
         ChunkRoom room(group * size, slot.head_dim);
         share(blocks * pairs, 1, [&](int64_t item) {  // the last queries first: they see the most keys
