@@ -190,14 +190,18 @@ def test_one_pass_for_prompts_and_decoding_rows_changes_no_text(prefix, recorded
 
 @pytest.mark.skipif(native.library() is None, reason='no compiler here')
 @pytest.mark.parametrize('weights, fast, tokens', [
-    ('auto', False, 0), ('auto', True, FEW + 1), ('int8', False, FEW + 1), ('int4', False, FEW + 1)])
+    ('auto', False, 0), ('auto', True, FEW + 1), ('int8', False, FEW + 1),
+    ('int4', False, FEW + 1)])
 def test_long_prompts_take_the_step_where_it_is_fast(weights, fast, tokens, recorded, monkeypatch):
     monkeypatch.setattr('engine.steps.native.suits_prompts', lambda dtype: fast)
     model = wide_model()
     quantize_weights(model, weights, int4_group=8)
     calls = recorded(NativeDecode, 'extend', lambda self, texts, *rest: sum(map(len, texts)))
-    Engine(model, 2, 60).generate([prompt(FEW + 1, 1)], SamplingParams(1))
-    assert sum(calls) == tokens
+    for prefix in (0, 10 ** 6):  # with the second, a step takes several passes
+        calls.clear()
+        engine = Engine(model, 2, 60, page_size=4, prefix_budget=prefix)
+        engine.generate([prompt(FEW + 1, 1)], SamplingParams(1))
+        assert sum(calls) == tokens or prefix and not tokens
 
 
 def test_decoding_is_timed_where_every_step_has_prompts():
