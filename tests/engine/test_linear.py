@@ -1,6 +1,8 @@
 """Linear layers with few rows: the extension's matmul and torch's give the same result."""
 from types import SimpleNamespace
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -79,6 +81,12 @@ def test_torch_computes_the_rest_and_training(by_extension, n_rows, n_in, dtype)
     layer = FewRowsLinear(48, 64)
     layer(torch.randn(4, 48)).sum().backward()
     assert layer.weight.grad is not None and not by_extension
+
+
+@pytest.mark.parametrize('most, rows', [(0, 0), (4, 4), (63, 16), (256, sys.maxsize)])
+def test_rows_up_to_which_it_is_faster(monkeypatch, most, rows):
+    monkeypatch.setattr(linear, '_ratio', lambda dtype, n: 0.9 if n <= most else 1.1)
+    assert linear._measured.__wrapped__(torch.float32) == rows
 
 
 @pytest.mark.parametrize('faster', [False, True])

@@ -8,6 +8,7 @@ from tests.helpers.models import FULL_STACK, random_model, tokens
 
 KINDS = {
     'full stack': FULL_STACK,
+    'gate': dict(FULL_STACK, attn_gate=True),
     'readers last': dict(FULL_STACK, n_layer=12),
     'unshared': dict(FULL_STACK, kv_share='', share_global_kv=False),
     'local last': dict(FULL_STACK, layer_pattern='LG', kv_share='', window_size=3),
