@@ -1,7 +1,6 @@
 """Linear layers with few rows: the extension's matmul and torch's give the same result."""
-from types import SimpleNamespace
-
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
