@@ -364,23 +364,29 @@ INLINE int64_t rows_at_once(const Linear& l, int64_t row_bytes, int64_t multiple
 // R rows of x against BLOCKS blocks of 16 weight rows. A block has, for each group of 4 columns,
 // its 16 rows' 4 bytes: one load for 64 products. The bytes are w + 128, which adds 128 * sum(x).
 // UNROLL: groups of columns with sums of their own, so that no sum waits for the one before.
+// Meanwhile the weights that this thread takes next are fetched, a line in `every`, after `wait`.
 template <int R, int BLOCKS, int UNROLL>
-static void int8_tile(const Linear& l, const Int8Rows& x, int64_t row, int64_t block, float* y,
-                      int finish) {
+static void int8_tile(const Linear& l, const Int8Rows& x, int64_t row, int64_t block, float* y, int finish,
+                      int64_t wait, int64_t every) {
     const int64_t k = l.k;
     const uint8_t* w = (const uint8_t*)l.weight + block * LANES * k;
+    const uint8_t* next = w + threads_here() * BLOCKS * LANES * k;
     const activation_t* values = x.values + row * k;
     i16x acc[R][BLOCKS][UNROLL];
     for (int r = 0; r < R; r++)
         for (int b = 0; b < BLOCKS; b++)
             for (int u = 0; u < UNROLL; u++) acc[r][b][u] = i16x{};
-    for (int64_t i = 0; i < k; i += 4 * UNROLL)
+    for (int64_t i = 0; i < k; i += 4 * UNROLL, wait--) {
+        for (int b = 0; !wait && b < BLOCKS; b++)
+            for (int u = 0; u < UNROLL; u++) __builtin_prefetch(next + (b * k + i + 4 * u) * LANES, 0, 2);
+        if (!wait) wait = every;
         for (int u = 0; u < UNROLL && i + 4 * u < k; u++)
             for (int b = 0; b < BLOCKS; b++) {
                 const b64x weights = bytes(w + (b * k + i + 4 * u) * LANES) ^ (SIGNED ? 0x80808080u : 0u);
                 for (int r = 0; r < R; r++)
                     acc[r][b][u] = dot4(acc[r][b][u], weights, values + r * k + i + 4 * u);
             }
+    }
     i16x sums[R][BLOCKS];  // a loop that is not unrolled may index these, and `acc` stays in registers
     for (int r = 0; r < R; r++)
         for (int b = 0; b < BLOCKS; b++) {
@@ -407,23 +413,25 @@ static void share_products(const Linear& l, int64_t m, int64_t blocks, int64_t c
     });
 }
 
-template <int BLOCKS>
-static void int8_rows(const Linear& l, const Int8Rows& x, int64_t row, int64_t end, int64_t block, float* y,
-                      int finish) {
-    constexpr int U = WIDE ? 2 : 1;  // as many sums as there are registers for
-    for (; WIDE && row + 8 <= end; row += 8) int8_tile<8, BLOCKS, 1>(l, x, row, block, y, finish);
-    for (; row + 4 <= end; row += 4) int8_tile<4, BLOCKS, U>(l, x, row, block, y, finish);
-    if (row + 2 <= end) int8_tile<2, BLOCKS, U>(l, x, row, block, y, finish), row += 2;
-    if (row < end) int8_tile<1, BLOCKS, 2 * U>(l, x, row, block, y, finish);
+// R rows at a time, then the rest at once
+template <int R, int BLOCKS>
+static void int8_rows(const Linear& l, const Int8Rows& x, int64_t row, int64_t end, int64_t block, float* y, int finish,
+                      int64_t wait, int64_t every, int64_t most) {
+    constexpr int U = !WIDE ? 1 + (R == 1) : R > 4 ? 1 : R > 1 ? 2 : 4;  // as many sums as there are registers for
+    for (; R <= most && row + R <= end; row += R) int8_tile<R, BLOCKS, U>(l, x, row, block, y, finish, wait++, every);
+    if constexpr (R > 1)
+        if (row < end) int8_rows<R - 1, BLOCKS>(l, x, row, end, block, y, finish, wait, every, most);
 }
 
 static void int8_matmul(const Linear& l, const Int8Rows& x, int64_t m, float* y, int finish) {
     const int64_t blocks = (l.n + LANES - 1) / LANES, step = m < 8 || !WIDE ? 1 : 2;
-    const int64_t chunk = rows_at_once(l, l.k, step * LANES);
+    const int64_t chunk = step == 1 ? rows_at_once(l, l.k, LANES) : 1;
     share_products(l, m, (blocks + step - 1) / step, chunk, [&](int64_t row, int64_t end, int64_t i) {
         const int64_t block = i * step;
-        if (step == 2 && block + 1 < blocks) int8_rows<2>(l, x, row, end, block, y, finish);
-        else int8_rows<1>(l, x, row, end, block, y, finish);
+        auto rows_of = step == 2 && block + 1 < blocks ? int8_rows<8, 2> : int8_rows<WIDE ? 8 : 4, 1>;
+        const int64_t tiles = (end - row + 7) / 8;
+        // for few rows the processor fetches well by itself
+        rows_of(l, x, row, end, block, y, finish, end - row < 8 ? l.k : 0, tiles, (end - row + tiles - 1) / tiles);
     });
 }
 

@@ -19,6 +19,7 @@ from engine.steps.captured import suits_capture
 from engine.engine import Engine
 from engine.weights.linear import speed_up_on_cpu
 from engine.requests.params import SamplingParams
+from engine.requests.sampler import most_likely
 from engine.weights.quantize import (
     compile_for_decode, quantize_weights, weight_bytes, weights_dtype)
 from kv.capacity import parameters
@@ -159,7 +160,7 @@ def greedy(engine: Engine, prompts, lengths) -> list:
 def one_token(model, cache, decode, tokens):
     """Most likely next tokens (B, 1). decode: from `engine.steps.decode.fast_decode`, or None."""
     logits = decode(tokens) if decode else model(tokens, cache=cache)[0][:, -1]
-    return logits.argmax(-1, keepdim=True)
+    return most_likely(logits)[:, None]
 
 
 def random_tokens(model, batch: int, t: int) -> torch.Tensor:

@@ -48,7 +48,7 @@ def test_rows_that_are_not_finite_stay_so(native_on, bad):
     assert y[[0, 2]].isfinite().all() and not y[1].isfinite().any()
 
 
-@pytest.mark.parametrize('n_rows', [1, 3, 8, 33])
+@pytest.mark.parametrize('n_rows', [1, 3, 6, 7, 8, 9, 12, 13, 20, 33, 300])
 @pytest.mark.parametrize('n_out, n_in', [(16, 64), (20, 64), (7, 12), (128, 4), (16, 60), (16, 30)])
 def test_matmuls_equal_exact_sums_of_integers(native_on, n_rows, n_out, n_in):
     linear, x = torch.nn.Linear(n_in, n_out), torch.randn(n_rows, n_in)
