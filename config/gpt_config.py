@@ -98,7 +98,7 @@ class GPTConfig:
     kv_stride: int = _key(
         1, 'tokens in a block: global layers store one mean for each block, and have no RoPE; '
         '1 = every token', tries=(2, 3, 4, 16))
-    attn_gate: bool = _key(
+    attn_gate: bool = _known(
         False, "a gate on each head's output: the sigmoid of a linear map of the layer's input")
     act_clamp: float = _known(
         0.0, "clamp the inputs of the blocks' matmuls to this and its negative: 0 = no clamp",

@@ -111,6 +111,7 @@ class NanoKVAttention(nn.Module):
         width, bias = config.hidden_size, config.field('bias')
         self.c_attn = nn.Linear(width, sum(self.head_counts) * head_dim, bias=bias)
         self.c_proj = nn.Linear(n_head * head_dim, width, bias=bias)
+        self.gate = nn.Linear(width, n_head) if config.field('attn_gate') else None
         self.resid_dropout, self.clamp = nn.Dropout(self.dropout), config.field('act_clamp')
         qk_norm = config.field('qk_norm')
         self.q_norm = nn.RMSNorm(head_dim, eps=1e-6) if qk_norm else None
@@ -125,7 +126,8 @@ class NanoKVAttention(nn.Module):
     def forward(self, x, kv=None, rope=None, past_key_values=None, mask=None, kept=None, **kwargs):
         """x (B, t, C) -> (B, t, C), the K and V (B, Hkv, S, D) that this layer's readers use, and
         the attention weights, if the attention function returns them."""
-        heads = self.c_attn(clamped(x, self.clamp)).unflatten(-1, (-1, self.head_dim))
+        x = clamped(x, self.clamp)
+        heads = self.c_attn(x).unflatten(-1, (-1, self.head_dim))
         q, *own = heads.transpose(1, 2).split(self.head_counts, dim=1)
         q = norm_and_rotate(q, self.q_norm, rope)
         if self.owns:
@@ -144,6 +146,8 @@ class NanoKVAttention(nn.Module):
             y = y @ self.v_up.unflatten(0, (-1, self.head_dim)).transpose(1, 2)
         if self.tied and rope is not None:  # V is rotated: rotate back
             y = rotate(y, rope[0], -rope[1])
+        if self.gate is not None:
+            y = y * self.gate(x).sigmoid().transpose(1, 2)[..., None]
         y = y.transpose(1, 2).flatten(2)
         return self.resid_dropout(self.c_proj(clamped(y, self.clamp))), kv, weights
 

@@ -62,7 +62,7 @@ class Slot(ctypes.Structure):
 
 class Layer(ctypes.Structure):
     _fields_ = [*_fields('ln_1 ln_1_bias ln_2 ln_2_bias q_norm k_norm cos sin k_up v_up sink'),
-                *((name, Linear) for name in ('c_attn', 'attn_proj', 'c_fc', 'mlp_proj')),
+                *((name, Linear) for name in ('c_attn', 'attn_proj', 'c_fc', 'mlp_proj', 'gate')),
                 *_fields(int32='slot owns')]
 
 

@@ -64,7 +64,7 @@ static void add_int8_row(const Linear& l, int64_t row, float* x) {
 }
 
 struct Workspace {
-    Buffer<float> x, h, y, qkv, mlp, results, scale, to_latents, of_latents;
+    Buffer<float> x, h, y, qkv, gates, mlp, results, scale, to_latents, of_latents;
     Buffer<activation_t> values;
     Buffer<int32_t> sum;
     std::vector<Run> runs;
@@ -195,6 +195,15 @@ static void attention(const Model& model, const Layer& layer, const Step& step, 
     if (layer.v_up) values_of_latents(model, layer.v_up, w.of_latents.data(), S, step.m, w.y.data());
 }
 
+// y (m, H, D): each head's result times the sigmoid of its gate
+static void gate_heads(const Model& model, const float* gates, int64_t m, float* y) {
+    const int64_t D = model.head_dim;
+    share(m * model.n_head, [=](int64_t head) {
+        const float factor = 1 / (1 + std::exp(-gates[head]));
+        for (int64_t d = 0; d < D; d++) y[head * D + d] *= factor;
+    });
+}
+
 // Only tokens whose logits are wanted are needed once all K and V are stored; each is the last of its row.
 static Step trimmed(const Step& step, Workspace& w) {
     const int64_t n = step.n_wanted, pages = step.table_width;
@@ -253,6 +262,7 @@ extern "C" void nanokv_decode(const Model* model_, const Step* step_) {
     w.h.resize(m * C);
     w.y.resize(m * HD);
     w.qkv.resize(m * qkv);
+    w.gates.resize(m * model.n_head);
     w.to_latents.resize(m * latents);
     w.of_latents.resize(m * latents);
     w.mlp.resize(m * widest);
@@ -276,12 +286,18 @@ extern "C" void nanokv_decode(const Model* model_, const Step* step_) {
             norm_rows(x, layer.ln_1, layer.ln_1_bias, now->m, C, h);
             clamp(h, now->m * C, model.act_clamp);
             matmul(layer.c_attn, h, now->m, shared->qkv.data(), STORE, rows);
+            if (layer.gate.weight) matmul(layer.gate, h, now->m, shared->gates.data(), STORE, rows);
             queries_and_keys(model, layer, *now, work[layer.slot], *shared);
             if (l == last_owner && step.n_wanted < m) {
-                share(2, 1, [&](int64_t k) { k ? keep_rows(step, C, x) : keep_rows(step, layer.c_attn.n, shared->qkv.data()); });
+                share(3, 1, [&](int64_t k) {
+                    if (k == 0) keep_rows(step, C, x);
+                    if (k == 1) keep_rows(step, layer.c_attn.n, shared->qkv.data());
+                    if (k == 2 && layer.gate.weight) keep_rows(step, model.n_head, shared->gates.data());
+                });
                 now = &last;
             }
             attention(model, layer, *now, (now == &step ? work : last_work)[layer.slot], *shared);
+            if (layer.gate.weight) gate_heads(model, shared->gates.data(), now->m, shared->y.data());
             clamp(shared->y.data(), now->m * HD, model.act_clamp);
             matmul(layer.attn_proj, shared->y.data(), now->m, x, ADD, rows);
             norm_rows(x, layer.ln_2, layer.ln_2_bias, now->m, C, h);

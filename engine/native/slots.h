@@ -40,6 +40,7 @@ struct Layer {
     const float *k_up, *v_up;  // (H, D, latent), or null
     const float *sink;         // (H,), or null
     Linear c_attn, attn_proj, c_fc, mlp_proj;
+    Linear gate;               // (H, C), of each head's result; without a weight: none
     int32_t slot, owns;
 };
 

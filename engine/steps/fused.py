@@ -21,14 +21,14 @@ class FusedAttention(CausalSelfAttention):
         return cache.read(self.layer, q)
 
     def fuses(self, x, cache) -> bool:
-        """False for float64, int4, sinks, tied or offset keys, latents, and K and V that are
+        """False for float64, int4, sinks, gates, tied or offset keys, latents, and K and V that are
         rounded to int8 but stored in a different dtype."""
         if not isinstance(cache, StaticCache):
             return False
         rounds_only = self.kv_quant_train == 'int8' and cache.kv_dtype != 'int8'
         wide = x.dtype == torch.float64 or cache.kv_dtype == 'float64'
         slot = self.slot
-        plain = self.sink is None and not (slot.tied or slot.offset or cache.kv_dtype == 'int4')
+        plain = self.sink is self.gate is None and not (slot.tied or slot.offset or cache.kv_dtype == 'int4')
         return (plain and triton_usable(x.device) and self.head_dim % 2 == 0 and not rounds_only
                 and not wide)
 

@@ -167,7 +167,8 @@ class NativeDecode:
             tables = model.rotary[layer.kind](0, self.cache.max_seq_len, 'cpu', torch.float32)
             cos, sin = map(self._pointer, tables)
         gains = (self._pointer(norm and norm.weight) for norm in (attn.q_norm, attn.k_norm))
-        linears = map(self._linear, (attn.c_attn, attn.c_proj, block.mlp.c_fc, block.mlp.c_proj))
+        linears = map(self._linear, (attn.c_attn, attn.c_proj, block.mlp.c_fc, block.mlp.c_proj,
+                                     attn.gate))
         return native.Layer(*self._norm(block.ln_1), *self._norm(block.ln_2), *gains, cos, sin,
                             self._pointer(getattr(attn, 'k_up', None)),
                             self._pointer(getattr(attn, 'v_up', None)),
@@ -180,7 +181,7 @@ class NativeDecode:
                                state and state.tensors[0].data_ptr())
 
     def _linear(self, linear) -> native.Linear:
-        described, kept = describe(linear)
+        described, kept = describe(linear) if linear else (native.Linear(), ())
         self._kept += kept
         return described
 

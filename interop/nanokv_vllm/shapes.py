@@ -8,6 +8,8 @@ def shapes(config: NanoKVConfig) -> dict[str, tuple[int, ...]]:
     if config.field('key_offset'):
         raise ValueError("config.json: nanokv.key_offset=True: vLLM's caches have no place for "
                          'the half of a key that the next token needs')
+    if config.field('attn_gate'):
+        raise ValueError('config.json: nanokv.attn_gate=True: not supported in vLLM')
     C, D, M = config.hidden_size, config.head_dim, config.intermediate_size
     n_head, n_kv_head = config.num_attention_heads, config.num_key_value_heads
     found = {'transformer.wte.weight': (config.vocab_size, C)}

@@ -107,7 +107,7 @@ class Reference:
 
     def __init__(self, state, config):
         for f in dataclasses.fields(config):
-            if 'fast' not in f.metadata['known'] and f.name not in ('kv_stride', 'attn_gate'):
+            if 'fast' not in f.metadata['known'] and f.name != 'kv_stride':
                 assert getattr(config, f.name) == f.default, f'{f.name}: the reference lacks it'
         self.state = {name: x.to(torch.float64) for name, x in state.items()}
         self.config = config

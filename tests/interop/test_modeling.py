@@ -28,6 +28,7 @@ SHAPES = {
     'sinks': dict(FULL_STACK, attn_sink=True, rope_fraction_global=0.5),
     'nope': dict(FULL_STACK, rope_fraction_global=0.0, act_clamp=0.5),
     'offset': dict(FULL_STACK, head_dim=8, key_offset=True, n_kv_head=2),
+    'gates': dict(FULL_STACK, attn_gate=True, act_clamp=0.5),
     'tied': dict(FULL_STACK, kv_tied='all', n_kv_head=2, rope_theta_global=1e4),
     'tied global': dict(SHAPE, kv_tied='global', layer_pattern='LG', window_size=5),
     'latents': dict(FULL_STACK, kv_latent=12, rope_fraction_global=0.0, attn_sink=True),

@@ -23,8 +23,9 @@ def test_it_knows_the_fields_that_there_are():
     assert DEFAULTS == {name: getattr(GPTConfig, name) for name in fields_with('known', 'export')}
     with pytest.raises(ValueError, match="colour='red' is not supported by this version of nanoKV"):
         NanoKVConfig(nanokv={'colour': 'red'})
-    with pytest.raises(ValueError, match='nanokv.key_offset=True: vLLM'):
-        shapes(NanoKVConfig(nanokv={'key_offset': True}))
+    for name in ('key_offset', 'attn_gate'):
+        with pytest.raises(ValueError, match=f'nanokv.{name}=True: .*vLLM'):
+            shapes(NanoKVConfig(nanokv={name: True}))
 
 
 @pytest.mark.parametrize('key, value', [('sliding_window', 3), ('num_hidden_layers', 1)])
