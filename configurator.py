@@ -48,9 +48,8 @@ def parse(program: str, argv: list[str] | None = None, usage: str = '',
     Flags are written --key=value or --key value; --key by itself means True. With `echo`, overrides
     are printed in nanoGPT's words (train.py, whose output is a log, prints config files too).
 
-    Raises:
-        UserError: if a key is unknown, a value has the wrong type or is not among the choices, or a
-            config file cannot be read or fails.
+    Raises UserError if a key is unknown, a value has the wrong type or is not among the choices, or
+    a config file cannot be read or fails.
     """
     keys = {key.name: key for key in PROGRAMS[program]}
     values = {name: key.default for name, key in (ALL_KEYS | keys).items()}

@@ -37,11 +37,9 @@ def regular_only(path, flags: int) -> int:
 
 
 def read_bytes(path: Path, limit: int = MAX_JSON_BYTES) -> bytes:
-    """Return the contents of a file of at most `limit` bytes.
-
-    Raises OSError if it cannot be read, is larger, or is not a regular file: opening a FIFO in the
-    ordinary way would wait for a writer forever.
-    """
+    """Return the contents of a file of at most `limit` bytes. Raises OSError if it cannot be read,
+    is larger, or is not a regular file: opening a FIFO in the ordinary way would wait for a writer
+    forever."""
     with open(path, 'rb', opener=lambda path, flags: os.open(path, flags | NO_WAIT)) as file:
         info = os.fstat(file.fileno())
         if not stat.S_ISREG(info.st_mode):
@@ -130,9 +128,9 @@ def user_cache() -> Path:
 def use_own_compiler_cache() -> None:
     """Let torch.compile keep its programs in a private folder, unless TORCHINDUCTOR_CACHE_DIR is
     set. Its default is in /tmp under a name that any other user can create first."""
-    folder = user_cache() / 'inductor'
     if os.environ.get('TORCHINDUCTOR_CACHE_DIR'):
         return
+    folder = user_cache() / 'inductor'
     with contextlib.suppress(OSError):
         private_folder(folder)
         os.environ['TORCHINDUCTOR_CACHE_DIR'] = str(folder)

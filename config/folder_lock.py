@@ -28,13 +28,8 @@ _thread = threading.local()  # .folders: the ones whose preparation lock this th
 
 def only_writer(folder: Path, remedy: str) -> contextlib.AbstractContextManager[None]:
     """Lock `folder` against other writers. If it is created here, it is removed if left empty.
-    Readers need no lock.
-
-    remedy: what the user can do, appended to the error.
-    Raises:
-        UserError: if another process is writing there (named by its lock file), or the folder is
-            not writable.
-    """
+    Readers need no lock. Raises UserError if another process is writing there (named by its lock
+    file), with the `remedy`, what the user can do, or if the folder is not writable."""
     return _held(folder / '.lock', f'{folder} cannot be written to', remedy)
 
 

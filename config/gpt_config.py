@@ -37,8 +37,7 @@ class GPTConfig:
     Notation in this project: B batch, T sequence length, W window_size, C n_embd, H n_head,
     Hkv n_kv_head, D head_dim.
 
-    Raises:
-        UserError (a ValueError): if a value is out of range or contradicts another.
+    Raises UserError (a ValueError) if a value is out of range or contradicts another.
     """
     block_size: int = _known(1024, 'context length T: tokens in a training sequence')
     vocab_size: int = _known(
@@ -180,19 +179,17 @@ class GPTConfig:
 
     def _numbers(self, name) -> list[int]:
         """The numbers of a pattern, as many as layer_pattern has letters."""
-        found = getattr(self, name).split(',')
-        wrong = next((each for each in found if not each.isdecimal() or len(each) > 10), None)
-        self._refuse(name, wrong is not None, f'{wrong!r} is no number, or too large')
-        self._refuse(name, len(found) != len(self.layer_pattern),
-                     f'has {len(found)} numbers for the {len(self.layer_pattern)} layers of '
+        found, n = getattr(self, name).split(','), len(self.layer_pattern)
+        for each in found:
+            self._refuse(name, not each.isdecimal() or len(each) > 10 or int(each) > MAX_NUMBER,
+                         f'{each!r} is no number, or too large: allowed are up to {MAX_NUMBER:,}')
+        self._refuse(name, len(found) != n, f'has {len(found)} numbers for the {n} layers of '
                      f'layer_pattern={self.layer_pattern!r}')
-        self._refuse(name, max(map(int, found)) > MAX_NUMBER, f'allowed are up to {MAX_NUMBER:,}')
         return [int(each) for each in found]
 
     def _check_mechanisms(self):
-        rope, D, fraction = self.pos_embedding == 'rope', self.resolved_head_dim, \
-            self.rope_fraction_global
-        no_global = 'G' not in self.layer_pattern
+        rope, fraction = self.pos_embedding == 'rope', self.rope_fraction_global
+        D, no_global = self.resolved_head_dim, 'G' not in self.layer_pattern
 
         def refuse(name, wrong, why):
             self._refuse(name, getattr(self, name) and wrong, why)
@@ -233,10 +230,10 @@ class GPTConfig:
     @property
     def kv_heads(self) -> list[int]:
         """The K/V heads of each layer of the period, those of latents left aside."""
-        given = [0] * len(self.layer_pattern)
+        usual = self.n_kv_head or self.n_head
         if self.kv_head_pattern:
-            given = self._numbers('kv_head_pattern')
-        return [n or self.n_kv_head or self.n_head for n in given]
+            return [n or usual for n in self._numbers('kv_head_pattern')]
+        return [usual] * len(self.layer_pattern)
 
     @property
     def resolved_head_dim(self) -> int:

@@ -331,8 +331,7 @@ CONFORM = _keys(
 # program -> its keys, in the order of its --help
 PROGRAMS = {'train': TRAIN, 'sample': SAMPLE, 'bench': BENCH, 'chat': CHAT, 'serve': SERVE,
             'kv': KV, 'memory': MEMORY, 'ablate': ABLATE_ALL, 'convert': MODEL,
-            'conform': MODEL + CONFORM,
-            'evaluate': EVALUATE, 'capacity': CAPACITY}
+            'conform': MODEL + CONFORM, 'evaluate': EVALUATE, 'capacity': CAPACITY}
 
 # Config files are shared: they may set keys of any program, and the other programs ignore them.
 ALL_KEYS = {key.name: key for keys in reversed(PROGRAMS.values()) for key in keys}

@@ -22,24 +22,21 @@ LONG_WORD = re.compile(r'(?:[^\W\d_]{%d}|[\d_]{%d}|[^\w\s]{%d}|\s{%d})' % ((LONG
 
 
 def learn_bpe(texts: Iterable[str], vocab_size: int) -> dict:
-    """Learn at most `vocab_size` tokens from `texts`. Returns the contents of meta.pkl.
-
-    Words are split at the ends of the texts, and after LONGEST_WORD characters, with a note.
-    Raises UserError for a vocab_size outside 257 to 65,536.
-    """
+    """Learn at most `vocab_size` tokens, 257 to 65,536 (else UserError), from `texts`, and return
+    the contents of meta.pkl. Words are split at the ends of the texts, and after LONGEST_WORD
+    characters, with a note."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     if not FEWEST <= vocab_size <= MOST:
         raise UserError(f'tokenizer=bpe:{vocab_size}: allowed are {FEWEST} to {MOST:,} tokens')
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     letters = byte_letters()
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = byte_level
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.train_from_iterator(_cut_long_words(map(valid_text, texts)), trainers.BpeTrainer(
         vocab_size=vocab_size - 1, initial_alphabet=list(letters.values()), show_progress=False))
     byte_of = {letter: byte for byte, letter in letters.items()}
-    learned = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    tokens = [bytes(byte_of[c] for c in text).decode('latin-1') for text, _ in learned]
+    ids = tokenizer.get_vocab()
+    tokens = [bytes(map(byte_of.get, text)).decode('latin-1') for text in sorted(ids, key=ids.get)]
     tokens = [*map(chr, range(256)), *(token for token in tokens if len(token) > 1), END_OF_TEXT]
     stoi = {token: i for i, token in enumerate(tokens)}
     return {'vocab_size': len(tokens), 'stoi': stoi, 'itos': dict(enumerate(tokens)),
@@ -100,8 +97,10 @@ def check_ids(stoi: dict[str, int]) -> None:
 
 def encode_documents(encoding: Any, texts: Iterable[str]) -> np.ndarray:
     """Return the ids of the texts, with '<|endoftext|>' after each: (n,) uint16."""
-    end = np.uint16(encoding.eot_token)
-    return np.concatenate([np.append(encode_text(encoding, text), end) for text in texts])
+    end, parts = np.array([encoding.eot_token], np.uint16), [np.zeros(0, np.uint16)]
+    for text in texts:
+        parts += [encode_text(encoding, text), end]
+    return np.concatenate(parts)
 
 
 def byte_letters() -> dict[int, str]:

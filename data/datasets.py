@@ -18,15 +18,13 @@ def ensure_dataset(name: str, root: Path = DATA_ROOT) -> Path:
     """Return the folder `root/name` with its token files, preparing the dataset if necessary.
 
     A missing dataset is made by `main([])` of `root/name/prepare.py` (one in nanoGPT's style has no
-    main and does its work on import); a second process waits for the first. A prepare.py with a
-    line `BY_HAND = 'why'` is never run automatically.
-    Raises UserError for an invalid folder name, an unknown dataset (listing those that exist), one
-    that must be prepared by hand (with the reason and the command), or a failed preparation.
+    main and does its work on import), except one with a line `BY_HAND = 'why'`; a second process
+    waits for the first. Raises UserError for an invalid folder name, an unknown dataset (listing
+    those that exist), one to prepare by hand (with the command), or a failed preparation.
     """
     if not name or name in ('.', '..') or any(c in name for c in '/\\\0'):
         raise UserError(f'dataset name {name!r}: allowed is the name of a folder under data/, '
                         'without path separators')
-    root = Path(root)
     folder = root / name
     if is_prepared(folder):
         return folder

@@ -29,10 +29,8 @@ def progress_bar(*columns: str | ProgressColumn) -> Progress:
 
 def fetch(url: str, path: Path, sha256: str, hint: str = '') -> None:
     """Download `url` by way of memory to `path`, which is only created if its sha256 is right.
-
-    hint: advice added to every error, such as how to provide the file by hand.
-    Raises UserError for no network, an HTTP error, a wrong hash, or a file that cannot be written.
-    """
+    Raises UserError for no network, an HTTP error, a wrong hash, or a file that cannot be written;
+    `hint` is advice added to it, such as how to provide the file by hand."""
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
             data = response.read()
@@ -48,25 +46,19 @@ def fetch(url: str, path: Path, sha256: str, hint: str = '') -> None:
                         f'{"; " + hint if hint else ""}') from None
 
 
-def fetch_sdist(requirement: str, sha256: str, hint: str = '') -> bytes:
-    """Return the source distribution of `requirement` ('name==version'), fetched by pip.
-
-    Raises UserError like `pip_download`.
-    """
+def fetch_sdist(requirement: str, sha256: str, hint: str) -> bytes:
+    """Return the source distribution of `requirement` ('name==version'), as `pip_download` does."""
     with tempfile.TemporaryDirectory() as tmp:
         pip_download(f'{requirement} --hash=sha256:{sha256}\n', Path(tmp), '--no-binary=:all:',
-                     what=requirement, hint=f'{hint} (pip may also need setuptools)'.strip())
+                     what=requirement, hint=f'{hint} (pip may also need setuptools)')
         path = next(Path(tmp).iterdir(), Path(tmp) / requirement)
         return read_checked(path, sha256, requirement)
 
 
-def pip_download(requirements: str, folder: Path, *options: str, what: str, hint: str = '') -> None:
+def pip_download(requirements: str, folder: Path, *options: str, what: str, hint: str) -> None:
     """Let pip download `requirements`, the text of a requirements file in which each line has a
-    --hash that pip checks, to `folder`, without what they depend on.
-
-    what, hint: what the error says could not be fetched, and how to provide it by hand.
-    Raises UserError with pip's error if it fails.
-    """
+    --hash that pip checks, to `folder`, without what they depend on. If it fails, raises UserError
+    with pip's error, `what` could not be fetched, and `hint`, how to provide it by hand."""
     print(f'fetching {what} with pip', file=sys.stderr, flush=True)
     path = folder / 'requirements.txt'
     path.write_text(requirements, encoding='utf-8')
@@ -85,7 +77,7 @@ def pip_download(requirements: str, folder: Path, *options: str, what: str, hint
         reason = f'no answer in {PIP_TIMEOUT:.0f} s'
     path.unlink()
     if reason:
-        raise UserError(f'pip could not fetch {what}: {reason}{"; " + hint if hint else ""}')
+        raise UserError(f'pip could not fetch {what}: {reason}; {hint}')
 
 
 def read_checked(path: Path, sha256: str, what: str) -> bytes:

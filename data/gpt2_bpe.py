@@ -12,8 +12,8 @@ import os
 import re
 import sys
 import tarfile
-import threading
 from collections.abc import Set
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -35,22 +35,21 @@ WAIT = 20.0  # seconds allowed for tiktoken's download, which has no time limit 
 
 
 def gpt2_encoding() -> Any:
-    """Load the tiktoken.Encoding 'gpt2': 50,257 ids, of which 50256 is '<|endoftext|>'.
-
-    Tries nanoKV's cache, then tiktoken (its cache, its download), then pip. Raises UserError if
-    none of them has the vocabulary.
-    """
+    """Load the tiktoken.Encoding 'gpt2': 50,257 ids, of which 50256 is '<|endoftext|>'. Raises
+    UserError if neither nanoKV's cache, nor tiktoken (its cache, its download), nor pip has it."""
     import tiktoken
 
     try:
         ranks = read_checked(cache_folder() / 'gpt2.tiktoken', RANKS_SHA256, 'ranks')
     except UserError:  # missing or damaged
-        result = _in_time(lambda: tiktoken.get_encoding('gpt2'), WAIT)
-        if not isinstance(result, Exception):
-            return result
-        print(f"tiktoken cannot get GPT-2's vocabulary ({type(result).__name__}); "
-              'trying another source', file=sys.stderr)
-        ranks = _fetch(type(result).__name__)
+        try:
+            with ThreadPool(1) as pool:  # of a daemon, which does not keep the program alive
+                return pool.apply_async(tiktoken.get_encoding, ['gpt2']).get(WAIT)
+        except Exception as error:  # noqa: BLE001  they have no common base
+            why = type(error).__name__
+        print(f"tiktoken cannot get GPT-2's vocabulary ({why}); trying another source",
+              file=sys.stderr)
+        ranks = _fetch(why)
     return encoding_of(ranks)
 
 
@@ -65,12 +64,11 @@ def encoding_of(ranks: bytes) -> Any:
 
 
 def encode_text(encoding: Any, text: str, special: Set[str] = frozenset()) -> np.ndarray:
-    """Return the ids of `text` as (n,) uint16. '<|endoftext|>' in it is plain text unless in
-    `special`.
+    """Return the ids of `valid_text(text)` as (n,) uint16. '<|endoftext|>' in it is plain text
+    unless in `special`.
 
     tiktoken's regex engine panics on a run of about a million blanks, so runs longer than
-    BLANK_RUN are encoded in pieces, which decode to the same text. Surrogates are replaced as in
-    `valid_text`.
+    BLANK_RUN are encoded in pieces, which decode to the same text.
     """
     text = valid_text(text)
     cuts = [match.end() for match in re.finditer(r'\s{%d}' % BLANK_RUN, text)]
@@ -84,11 +82,7 @@ def encode_text(encoding: Any, text: str, special: Set[str] = frozenset()) -> np
 def valid_text(text: str) -> str:
     """Return `text` as text that UTF-8 can store. JSON may escape half of a surrogate pair, which
     becomes '\ufffd'; the two halves of a pair become their character."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
-    return text
+    return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
 
 
 def cache_folder() -> Path:
@@ -112,20 +106,3 @@ def _fetch(why: str) -> bytes:
         print(f'cannot keep it in {str(cache_folder())!r} ({error.strerror}); '
               'set NANOKV_CACHE to a folder of yours', file=sys.stderr)
     return ranks
-
-
-def _in_time(call, seconds: float) -> Any:
-    """Return the result of `call()`, or its exception, or a TimeoutError after `seconds`."""
-    results = []
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except Exception as error:  # noqa: BLE001  they have no common base
-            results.append(error)
-
-    # a daemon, so that a hanging download does not keep the program alive
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return results[0] if results else TimeoutError(f'no answer in {seconds:.0f} s')

@@ -1,6 +1,7 @@
 """Encode long texts in pieces: the same ids as for the entire text, in bounded memory."""
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -29,16 +30,13 @@ def alphabet_meta(characters: Iterable[str]) -> dict:
 
 def char_encoder(stoi: dict[str, int]) -> Callable[[str], np.ndarray]:
     """Return a function: text -> ids (len(text),) uint16; UserError for unknown characters."""
-    points = np.array([ord(c) for c in stoi])
-    table = np.full(points.max() + 1, -1, dtype=np.int32)
-    table[points] = list(stoi.values())
+    table = np.full(sys.maxunicode + 1, -1, dtype=np.int32)
+    table[[ord(c) for c in stoi]] = list(stoi.values())
 
     def encode(text: str) -> np.ndarray:
-        given = np.frombuffer(text.encode('utf-32-le', 'surrogatepass'), dtype='<u4')
-        ids = table[np.minimum(given, len(table) - 1)]
-        unknown = (given >= len(table)) | (ids < 0)
-        if unknown.any():
-            raise UserError(f'character {chr(given[unknown][0])!r} is not in the alphabet '
+        ids = table[np.frombuffer(text.encode('utf-32-le', 'surrogatepass'), dtype='<u4')]
+        if ids.min(initial=0) < 0:
+            raise UserError(f'character {text[ids.argmin()]!r} is not in the alphabet '
                             f'of {len(stoi)} characters')
         return ids.astype(np.uint16)
 
@@ -46,10 +44,8 @@ def char_encoder(stoi: dict[str, int]) -> Callable[[str], np.ndarray]:
 
 
 def bpe_arrays(encoding: Any, blocks: Iterable[str]) -> Iterator[np.ndarray]:
-    """Yield uint16 arrays that, joined, are encode_ordinary of the joined `blocks`.
-
-    encoding: GPT-2's tiktoken.Encoding. Memory: two blocks.
-    """
+    """Yield uint16 arrays that, joined, are encode_ordinary of the joined `blocks`, for a
+    tiktoken.Encoding with GPT-2's pattern. Memory: two blocks."""
     rest = ''
     for block in blocks:
         rest += block

@@ -137,10 +137,8 @@ class TokenSplit:
     def window(self, start: int, n: int) -> np.ndarray:
         """Read the `n` token ids from position `start`: (n,) uint16 or uint32, read-only.
 
-        Raises:
-            IndexError: if any of them is outside 0 <= position < len(self).
-            UserError: if a file has become shorter, or cannot be read, or if a token is outside
-                the vocabulary.
+        Raises IndexError if any of them is outside 0 <= position < len(self), UserError if a file
+        has become shorter, or cannot be read, or if a token is outside the vocabulary.
         """
         if start < 0 or n < 0 or start + n > self.starts[-1]:
             raise IndexError(f'tokens {start} to {start + n} of {self.starts[-1]}')

@@ -12,17 +12,13 @@ from data.bpe import learned_encoding
 from data.gpt2_bpe import END_OF_TEXT, encode_text, gpt2_encoding
 from data.tokenfiles import TokenSplit
 
-# text for ids outside the vocabulary (models pad GPT-2's 50,257 ids to 50,304)
-UNKNOWN = '\ufffd'
 BLOCK = 1 << 20  # tokens counted at a time
 
 
 def load_tokenizer(meta: dict | None) -> 'CharTokenizer | BPETokenizer':
-    """Return the tokenizer of a dataset with this meta.pkl (see tokenfiles.read_meta).
-
-    Characters if it has stoi and itos, or the BPE that `learn_bpe` made; otherwise GPT-2's BPE, as
-    in nanoGPT. Raises UserError if GPT-2's vocabulary is needed but not available.
-    """
+    """Return the tokenizer of a dataset with this meta.pkl (see tokenfiles.read_meta): characters
+    if it has stoi and itos, or the BPE that `learn_bpe` made; otherwise GPT-2's BPE, as in nanoGPT.
+    Raises UserError if GPT-2's vocabulary is needed but not available."""
     if meta is not None and meta.get('tokenizer') == 'bpe':
         return BPETokenizer(learned_encoding(meta['stoi']))
     if meta is not None and 'stoi' in meta and 'itos' in meta:
@@ -87,12 +83,8 @@ class CharTokenizer(Tokenizer):
 
 
 class BPETokenizer(Tokenizer):
-    """A byte pair encoding, using tiktoken.
-
-    encoding: a `tiktoken.Encoding` with '<|endoftext|>'; None = GPT-2's. end_of_text: the id of
-    '<|endoftext|>', or None. Raises UserError if GPT-2's encoding is neither cached nor reachable
-    (see gpt2_bpe.py).
-    """
+    """A byte pair encoding. encoding: a `tiktoken.Encoding`; None = `gpt2_encoding()`. end_of_text:
+    the id of '<|endoftext|>', or None."""
 
     def __init__(self, encoding: Any = None):
         self.encoding = gpt2_encoding() if encoding is None else encoding
@@ -115,7 +107,7 @@ class BPETokenizer(Tokenizer):
         """Return an id's bytes, possibly partial characters; None outside the vocabulary."""
         try:
             return self.encoding.decode_single_token_bytes(int(token))
-        except (KeyError, OverflowError):  # a padding id, a negative id
+        except (KeyError, OverflowError):  # padding (of GPT-2's 50,257 ids to 50,304), negative
             return None
 
 
@@ -129,7 +121,7 @@ class TextStream:
     def __call__(self, token: int) -> str:
         """Return the text that `token` completes; '' in the middle of a multi-byte character."""
         data = self.tokenizer.token_bytes(token)
-        return self.end() + UNKNOWN if data is None else self.decoder.decode(data)
+        return self.end() + '\ufffd' if data is None else self.decoder.decode(data)
 
     def end(self) -> str:
         """Return what is left at the end: '\ufffd' for an incomplete character, otherwise ''."""

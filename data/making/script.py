@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -9,10 +10,10 @@ from config.errors import UserError
 
 
 class Arguments(argparse.ArgumentParser):
-    """A script's command line: --help prints the docstring, bad input raises UserError."""
+    """A script's command line: --help prints its docstring `doc`, bad input raises UserError.
+    script: its `__file__`, whose folder is the default of --out; '' = no --out."""
 
     def __init__(self, doc: str, script: str = ''):
-        """script: its `__file__`, whose folder is the default of --out; '' = no --out."""
         super().__init__(description=doc, allow_abbrev=False,
                          formatter_class=argparse.RawDescriptionHelpFormatter)
         if script:
@@ -36,19 +37,16 @@ class Arguments(argparse.ArgumentParser):
         raise UserError(f'{message} (--help lists what is allowed)')
 
 
-def fraction(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1:
-        raise ValueError
-    return value
+def _number(kind: type, name: str, allowed: Callable) -> Callable:
+    """Return a type for argparse, whose errors have its name."""
+    def number(text: str):
+        if not allowed(value := kind(text)):
+            raise ValueError
+        return value
+
+    number.__name__ = name
+    return number
 
 
-def whole(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
-
-
-# names for argparse's errors
-fraction.__name__, whole.__name__ = 'share between 0 and 1', 'positive whole number'
+fraction = _number(float, 'share between 0 and 1', lambda value: 0 < value < 1)
+whole = _number(int, 'positive whole number', lambda value: value >= 1)

@@ -21,8 +21,9 @@ import numpy as np
 from rich.progress import TimeElapsedColumn
 
 from config.errors import UserError
+from data.bpe import encode_documents
 from data.download import progress_bar
-from data.gpt2_bpe import encode_text, gpt2_encoding, valid_text
+from data.gpt2_bpe import gpt2_encoding, valid_text
 from data.making.script import Arguments, fraction, whole
 from data.making.textfiles import read_blocks
 from data.making.writer import TokenWriter
@@ -52,10 +53,7 @@ def arguments(doc: str, script: str) -> Arguments:
 
 def prepare(args: Any, path: str, config: str | None = None) -> None:
     """Make the dataset described by `args` (see arguments()) from `config` of hub dataset `path`.
-
-    UserError if the documents are not available, or args.out has progress made with different
-    settings (except a --max_tokens not yet reached), unless args.restart.
-    """
+    Raises UserError as TokenWriter does, or if the documents are not available."""
     if args.files:
         check_files(args.files)
         source = partial(file_documents, args.files)
@@ -79,21 +77,19 @@ def prepare(args: Any, path: str, config: str | None = None) -> None:
 
 def write(out: TokenWriter, source: Callable[[int], Iterable[str]], encoding: Any,
           args: Any) -> None:
-    """Encode the documents of `source(number to skip)`, until the end or max_tokens, with
-    checkpoints."""
-    documents, total = out.documents, sum(out.tokens.values())
-    saved = total
+    """Encode documents of `source(number to skip)` to the end or max_tokens, with checkpoints."""
+    documents, saved = out.documents, out.tokens.total()
     if documents:
-        print(f'going on after {documents:,} documents, {total:,} tokens', file=sys.stderr)
+        print(f'going on after {documents:,} documents, {saved:,} tokens', file=sys.stderr)
     try:
         with progress_bar('{task.completed:,} tokens', TimeElapsedColumn()) as bar:
             task, texts = bar.add_task(''), batches(source(documents))
             for train, val, n in encoded(texts, encoding, args.val, args.workers):
-                left = args.max_tokens and args.max_tokens - out.tokens.get('train', 0)
+                left = args.max_tokens and args.max_tokens - out.tokens['train']
                 out.add('train', train[:left])
                 out.add('val', val)
                 documents += n
-                total = sum(out.tokens.values())
+                total = out.tokens.total()
                 bar.update(task, completed=total)
                 if left is not None and len(train) >= left:
                     break
@@ -108,7 +104,7 @@ def write(out: TokenWriter, source: Callable[[int], Iterable[str]], encoding: An
                   'the same command goes on from there', file=sys.stderr)
         raise
     for split in ('train', 'val'):
-        if not out.tokens.get(split):
+        if not out.tokens[split]:
             out.forget()  # continuing would not help
             raise UserError(f'none of {documents:,} documents is for {split} with '
                             f'--val={args.val}; allowed are more documents or another share')
@@ -130,17 +126,14 @@ def batches(documents: Iterable[str], characters: int = BATCH) -> Iterator[list[
 
 def encode_batch(texts: list[str], encoding: Any,
                  share: float) -> tuple[np.ndarray, np.ndarray, int]:
-    """Encode each document followed by <|endoftext|>, except empty ones. A hash of the text decides
-    whether it is for validation, with probability `share`. Returns the tokens for train, those for
-    validation, and the number of documents."""
-    parts = {split: [np.zeros(0, np.uint16)] for split in ('train', 'val')}
-    end_of_text = np.array([encoding.eot_token], dtype=np.uint16)
-    for text in map(valid_text, texts):
-        if data := text.encode():
-            digest = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), 'big')
-            split = 'val' if digest < share * 2**64 else 'train'
-            parts[split] += [encode_text(encoding, text), end_of_text]
-    return np.concatenate(parts['train']), np.concatenate(parts['val']), len(texts)
+    """Encode each document followed by <|endoftext|>, except empty ones. Returns the tokens for
+    train, those for validation (a `share` of all hashes), and the number of documents."""
+    train, val = [], []
+    for text in filter(None, map(valid_text, texts)):
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        held_out = int.from_bytes(digest, 'big') < share * 2**64
+        (val if held_out else train).append(text)
+    return encode_documents(encoding, train), encode_documents(encoding, val), len(texts)
 
 
 def encoded(texts: Iterable[list[str]], encoding: Any, share: float,
@@ -191,19 +184,16 @@ def load_dataset() -> Callable:
 def hub_documents(path: str, config: str | None = None, skip: int = 0,
                   **options: Any) -> Iterator[str]:
     """Yield column 'text' of the 'train' split of a hub dataset, after the first `skip` rows.
-
-    options: for datasets.load_dataset. Raises UserError if it is not available.
-    """
-    load = load_dataset()
+    options: for datasets.load_dataset. Raises UserError if it is not available."""
+    load = partial(load_dataset(), path, config, split='train', streaming=True)
     try:
         try:
-            rows = load(path, config, split='train', streaming=True, **options)
+            rows = load(**options)
         except RuntimeError as error:
             if 'scripts' not in str(error):
                 raise
             # a repository with a program instead of files: use the hub's own conversion
-            rows = load(path, config, split='train', streaming=True,
-                        revision='refs/convert/parquet')
+            rows = load(revision='refs/convert/parquet')
         for row in rows.skip(skip) if skip else rows:
             text = row['text']
             yield text if isinstance(text, str) else ''  # kept, because skip counts rows

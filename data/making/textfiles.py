@@ -56,11 +56,9 @@ class TextPart:
 
 
 def read_blocks(path: Path, block: int = BLOCK, *, by_line: bool = False) -> Iterator[str]:
-    """Yield the text of a UTF-8 file in pieces of at most `block` characters, or by line.
-
-    Line ends become '\\n', or go by line; a byte order mark is dropped. UserError if the file
-    cannot be read or is not UTF-8 (possibly after some pieces).
-    """
+    """Yield the text of a UTF-8 file in pieces of at most `block` characters, or by line. Line ends
+    become '\\n', or go by line; a byte order mark is dropped. UserError if the file cannot be read
+    or is not UTF-8 (possibly after some pieces)."""
     try:
         with open(path, encoding='utf-8-sig', newline='\n' if by_line else None) as file:
             yield from ((line.rstrip('\r\n') for line in file) if by_line else
@@ -71,15 +69,12 @@ def read_blocks(path: Path, block: int = BLOCK, *, by_line: bool = False) -> Ite
         raise UserError(f'cannot read {str(path)!r}: {error.strerror}') from None
 
 
-def check_name(name: str, root: Path, overwrite: bool = False) -> Path:
-    """Return the folder `root/name`.
-
-    Raises UserError for an invalid name, a folder that contains a program (like nanoKV's own), and,
-    unless `overwrite`, a folder with a dataset that text/prepare.py did not make.
-    """
+def check_name(name: str, root: Path, overwrite: bool) -> Path:
+    """Return the folder `root/name`. Raises UserError for an invalid name, a folder that contains a
+    program (like nanoKV's own), and, unless `overwrite`, one whose dataset is not `made_here`."""
     if not re.fullmatch(r'[A-Za-z0-9][A-Za-z0-9_.-]{0,99}', name):
         raise UserError(f'name {name!r}: allowed are up to 100 letters, digits, "_", "-" and "."')
-    folder = Path(root) / name
+    folder = root / name
     if os.path.lexists(folder) and not os.path.isdir(folder):
         raise UserError(f'name {name!r}: data/{name} is no folder; '
                         'allowed is a name that is not taken')
@@ -105,10 +100,7 @@ def made_here(folder: Path) -> bool:
 
 def find_files(inputs: list[Path], pattern: str) -> list[Path]:
     """Return the given files, and those of given folders that match `pattern`, in the order of
-    their paths in it.
-
-    Each file is listed once. Raises UserError for a missing input, or if there are no files.
-    """
+    their paths in it, each once. Raises UserError for a missing input, or if there are no files."""
     found: dict[Path, Path] = {}
     for given in inputs:
         if os.path.isdir(given):
@@ -128,10 +120,8 @@ def find_files(inputs: list[Path], pattern: str) -> list[Path]:
 
 
 def scan(files: list[Path]) -> tuple[list[TextPart], set[str]]:
-    """Return the files that are text, and the set of their characters.
-
-    Reports skipped files on stderr. Raises UserError if none is text.
-    """
+    """Return the files that are text, and the set of their characters. Reports skipped files on
+    stderr. Raises UserError if none is text."""
     texts, alphabet, skipped = [], set(), {}
     for path in tracked(files, 'reading'):
         length, characters, digest = 0, set(), hashlib.sha256()
@@ -189,11 +179,8 @@ def split(texts: list[TextPart], share: float) -> dict[str, list[TextPart]]:
 
 def prepare(folder: Path, parts: dict[str, list[TextPart]], tokenizer: str, alphabet: set[str],
             settings: dict) -> dict[str, int]:
-    """Write the dataset, and return the number of tokens of each split.
-
-    tokenizer: 'char' (those of `alphabet`), 'gpt2', or 'bpe:N', N tokens learned from the train
-    split. Prints nanoGPT's lines; `settings` go into source.json.
-    """
+    """Write the dataset, and return the number of tokens of each split. Prints nanoGPT's lines.
+    tokenizer: see data/text/prepare.py; 'char' has `alphabet`. `settings` go into source.json."""
     texts = [(name, part) for name in parts for part in parts[name]]
     several = len({part.path for _, part in texts}) > 1
     print(f'length of dataset in characters: {sum(len(part) for _, part in texts):,}')
@@ -208,13 +195,11 @@ def prepare(folder: Path, parts: dict[str, list[TextPart]], tokenizer: str, alph
         print(f'vocab size: {meta["vocab_size"]:,}')
     with TokenWriter(folder, meta, source={'made_by': MADE_BY, **settings}) as out:
         for name, part in tracked(texts, 'writing'):
-            last = None
             for ids in arrays(part.blocks()):
                 out.add(name, ids)
-                last = ids[-1]
+            if several and tokenizer == 'char':
+                after = np.full(2 if ids[-1] == newline else 3, newline)
             if several:
-                if tokenizer == 'char':
-                    after = np.full(2 if last == newline else 3, newline)
                 out.add(name, after)
     return out.tokens
 

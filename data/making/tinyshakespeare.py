@@ -18,11 +18,9 @@ SHA256 = '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed'
 
 
 def prepare(doc: str, script: str, argv: list[str] | None, tokenizer: str) -> None:
-    """Run the main function of a prepare.py, given its docstring and `__file__`.
-
-    Only the download is verified (sha256). The split is nanoGPT's: the first 90% of the characters
-    are train, the rest val. tokenizer: 'char', with nanoGPT's messages, or 'gpt2'.
-    """
+    """Run the main function of a prepare.py, given its docstring and `__file__`. Only the download
+    is verified (sha256). The split is nanoGPT's: the first 90% of the characters are train, the
+    rest val. tokenizer: 'char', with nanoGPT's messages, or 'gpt2'."""
     parser = Arguments(doc, script)
     parser.add_argument('--input', type=Path, metavar='FILE',
                         help='the text, instead of the download')

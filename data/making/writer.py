@@ -13,6 +13,7 @@ import pickle
 import re
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -72,7 +73,7 @@ class TokenWriter:
             raise UserError(f'meta for {str(folder)!r}: {problem}')
         self.dtype = dtype_of(meta)
         self.max_id = MAX_ID if meta is None else meta['vocab_size'] - 1
-        self.tokens: dict[str, int] = {}  # split -> tokens added so far
+        self.tokens: Counter[str] = Counter()  # split -> tokens added so far
         self.documents = 0
         self.finished = False
         self._new = self.folder / NEW
@@ -89,18 +90,17 @@ class TokenWriter:
             raise UserError(f'{split!r} has token id {bad[0]}; allowed are 0 to {self.max_id}')
         ids = ids.astype(self.dtype, copy=False)
         sharded = self.shard_tokens and split == 'train'
+        size = self.shard_tokens if sharded else sys.maxsize  # tokens in a file
         with write_errors(self.folder):
             while ids.size:
-                done = self.tokens.get(split, 0)
-                shard, offset = divmod(done, self.shard_tokens) if sharded else (0, 0)
-                room = self.shard_tokens - offset if sharded else ids.size
+                shard, offset = divmod(self.tokens[split], size)
                 if split not in self._open:
                     name = f'{split}_{shard:05d}.bin' if sharded else f'{split}.bin'
                     self._open[split] = open(self._new / name, 'ab')
-                part, ids = ids[:room], ids[room:]
+                part, ids = ids[:size - offset], ids[size - offset:]
                 self._open[split].write(part.tobytes())
-                self.tokens[split] = done + part.size
-                if sharded and part.size == room:
+                self.tokens[split] += part.size
+                if offset + part.size == size:
                     self._close(split)
 
     def checkpoint(self, documents: int) -> None:
@@ -113,7 +113,7 @@ class TokenWriter:
 
     @property
     def resumable(self) -> bool:
-        """Return whether there is a checkpoint to continue from."""
+        """Whether there is a checkpoint to continue from."""
         return (self._new / PROGRESS).exists()
 
     def forget(self) -> None:
@@ -177,7 +177,7 @@ class TokenWriter:
     def _check_key(self, old: dict[str, Any]) -> None:
         """Raise UserError unless progress with settings `old` can be continued with self.key:
         max_tokens may change, to more than there are."""
-        limit, done = self.key.get('max_tokens'), self.tokens.get('train', 0)
+        limit, done = self.key.get('max_tokens'), self.tokens['train']
         names = [name for name in self.key if self.key[name] != old.get(name)]
         if limit is None or limit > done:
             names = [name for name in names if name != 'max_tokens']
@@ -192,7 +192,7 @@ class TokenWriter:
         with write_errors(self.folder):
             for split in list(self._open):
                 self._close(split)
-            if not self.tokens.get('train'):
+            if not self.tokens['train']:
                 raise UserError(f'no train tokens for {str(self.folder)!r}; '
                                 'allowed is at least one')
             if self.meta is not None:
@@ -252,26 +252,22 @@ def publish(folder: Path, progress: dict[str, Any] | None) -> bool:
     new = folder / NEW
     old = [*split_files(folder, 'train'), *split_files(folder, 'val'),
            folder / 'meta.pkl', folder / 'source.json']  # an old meta.pkl would decode new ids
-    def is_marker(path: Path) -> bool:
-        return path.name in MARKERS
-
-    for path in sorted(old, key=is_marker, reverse=True):
+    for path in sorted(old, key=lambda path: path.name not in MARKERS):
         if path.name not in progress['files'] or (new / path.name).exists():
             path.unlink(missing_ok=True)
-    for path in sorted(new.iterdir(), key=is_marker):
+    for path in sorted(new.iterdir(), key=lambda path: path.name in MARKERS):
         if path.name in progress['files']:
             os.replace(path, folder / path.name)
     shutil.rmtree(new)
     return True
 
 
-def _tokens(files: dict[str, int]) -> dict[str, int]:
+def _tokens(files: dict[str, int]) -> Counter[str]:
     """Return {split: number of tokens}, given the sizes of files in bytes."""
-    tokens = {}
+    tokens = Counter()
     for name, size in files.items():
-        if name.endswith('.bin'):
-            split = re.sub(r'(_\d+)?\.bin$', '', name)
-            tokens[split] = tokens.get(split, 0) + size // TOKEN_DTYPE.itemsize
+        if found := re.fullmatch(r'(.+?)(_\d+)?\.bin', name):
+            tokens[found[1]] += size // TOKEN_DTYPE.itemsize
     return tokens
 
 

@@ -65,15 +65,14 @@ def read_packages(folder: Path) -> dict[str, list[str]]:
     wheels = {(name.lower(), version): path for path in sorted(folder.glob('*.whl'))
               for name, version in [path.name.split('-')[:2]]}
     train, held_out = PACKAGES.read_text(encoding='utf-8').split('# held out\n')
-    seen, splits = set(), {}
+    seen, splits = set(), {'train': [], 'val': []}
     # the held-out packages first, so that no training file is a copy of one of theirs
     for split, lines in (('val', held_out), ('train', train)):
-        splits[split] = []
         for name, version, sha256 in REQUIREMENT.findall(lines):
             path = wheels.get((name.replace('-', '_'), version), folder / f'{name}-{version}*.whl')
             wheel = read_checked(path, sha256, f'{name} {version}')
             splits[split] += read_wheel(wheel, seen)
-    return {'train': splits['train'], 'val': splits['val']}
+    return splits
 
 
 def read_wheel(wheel: bytes, seen: set[bytes]) -> list[str]:

@@ -47,10 +47,8 @@ class LagTask:
 
     def batch(self, rng: np.random.Generator, batch_size: int,
               distance: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Draw `batch_size` sequences: x, y, distance (0 = no query), each (B, T) int64.
-
-        distance: for all queries; 0 = mixed.
-        """
+        """Draw `batch_size` sequences, with queries of one `distance`, or mixed ones (0): x, y,
+        distance (0 = no query), each (B, T) int64."""
         B, T, known = batch_size, self.block_size, np.array(self.distances)
         asked = rng.random((B, T)) < QUERIES
         source = np.arange(T)[:, None] - known              # (T, n distances)

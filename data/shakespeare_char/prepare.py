@@ -2,7 +2,6 @@
 
     python data/shakespeare_char/prepare.py               # downloads input.txt (1.1 MB) if missing
     python data/shakespeare_char/prepare.py --input=FILE  # any other UTF-8 text
-    python data/shakespeare_char/prepare.py --out=DIR     # write somewhere else
 
 The ids are nanoGPT's: the characters in sorted order. Train has 1,003,854 tokens and val 111,540;
 the vocabulary is 65.

