@@ -18,11 +18,9 @@ WPE = 'transformer.wpe.weight'
 
 
 def wishes(s) -> dict:
-    """Return the model settings in `s` that are meant to change a trained model.
-
-    On resume, those on the command line: a config file describes the run, not a change of it. With
-    other weights (init_from), those in config files too, except `NANOGPT_KEPT`.
-    """
+    """Return the model settings in `s` that are meant to change a trained model: on resume, those
+    on the command line (a config file describes the run, not a change of it); with other weights
+    (init_from), those in config files too, except `NANOGPT_KEPT`."""
     from_files = [] if s.init_from == 'resume' else [key.name for key in MODEL
                                                      if key.name not in NANOGPT_KEPT]
     return {key.name: getattr(s, key.name) for key in MODEL if key.name in s.given
@@ -30,10 +28,8 @@ def wishes(s) -> dict:
 
 
 def keep_trained(s, config: GPTConfig) -> None:
-    """Print one line on the settings in config files that the trained `config` overrides.
-
-    Dropout may change. Raises UserError if a setting on the command line differs.
-    """
+    """Print one line on the settings in config files that the trained `config` overrides. Dropout
+    may change. Raises UserError if a setting on the command line differs."""
     names = [key.name for key in MODEL if key.name in s.given and key.name != 'dropout'
              and _differs(config, key.name, getattr(s, key.name))]
     if typed := [name for name in names if s.given[name] == COMMAND_LINE]:
@@ -50,10 +46,8 @@ def adapted_config(old: GPTConfig, wanted: dict, asked) -> GPTConfig:
     """Return `old` with the model settings `wanted` by the user, if the weights allow them.
 
     It may change settings without weights (`FREE`), shorten the context, lengthen it with RoPE, and
-    replace learned positions by RoPE. asked: returns how the user gave a setting, for errors.
-
-    Raises:
-        UserError: if other settings differ (it names them all), or the combination is invalid.
+    replace learned positions by RoPE. Raises UserError if other settings differ (it names them
+    all), or the combination is invalid. asked: returns how the user gave a setting, for errors.
     """
     changes = {name: value for name, value in wanted.items() if _differs(old, name, value)}
     fixed = sorted(changes.keys() - {*FREE, 'block_size', 'pos_embedding'})
@@ -115,12 +109,8 @@ def _differs(config: GPTConfig, name: str, value) -> bool:
 
 def adapt(saved: dict, old: GPTConfig, new: GPTConfig, origin) -> None:
     """Change the checkpoint `saved` in place to `new` = `adapted_config(old, ...)`: weights,
-    moments, model_args.
-
-    origin: the path of the checkpoint, for errors.
-    Raises:
-        UserError: if the optimizer state is invalid. Missing weights are left to load_weights.
-    """
+    moments, model_args. Raises UserError if the optimizer state is invalid; missing weights are
+    left to load_weights. origin: the path of the checkpoint, for errors."""
     saved['model_args'] = model_args(new)
     same = (new.pos_embedding, new.block_size) == (old.pos_embedding, old.block_size)
     if old.pos_embedding != 'learned' or same:
@@ -158,11 +148,8 @@ def differences(old: GPTConfig, new: GPTConfig) -> list[str]:
 
 
 def crop_block_size(model, block_size: int) -> None:
-    """Shorten the model's context in place by dropping later positions.
-
-    Raises:
-        UserError: if block_size is below 1 or above the model's.
-    """
+    """Shorten the model's context in place by dropping later positions. Raises UserError if
+    block_size is below 1 or above the model's."""
     if not 1 <= block_size <= model.config.block_size:
         raise UserError(f'block_size={block_size}: can only be cropped, to 1 to '
                         f'{model.config.block_size}')

@@ -20,14 +20,12 @@ class TokenBatches:
     `torch.randint` per micro-batch. Each process draws the windows of all processes and uses every
     `world_size`-th micro-batch, so the data do not depend on the number of processes. `state` is
     the position before the last batch returned: a run resumed from it starts with that batch.
+    Raises UserError if a token file is missing, damaged or shorter than a window; in `next`, if a
+    token is outside the vocabulary.
 
-    Args:
-        generator: draws the training windows; None = torch's global CPU generator.
-        order, seed: passed to `data.order`; the seed is for shuffling.
-        vocab_size: the model's vocabulary size; 0 = that of meta.pkl, or unlimited without one.
-    Raises:
-        UserError: if a token file is missing, damaged or shorter than a window; in `next`, if a
-            token is outside the vocabulary.
+    generator: draws the training windows; None = torch's global CPU generator. order, seed: passed
+    to `data.order`; the seed is for shuffling. vocab_size: the model's vocabulary size; 0 = that of
+    meta.pkl, or unlimited without one.
     """
 
     def __init__(self, folder: Path, block_size: int, batch_size: int, device: torch.device,
@@ -89,7 +87,6 @@ class TaskBatches:
         self.state = self.order.state
 
     def next(self):
-        """Return a batch (x, y), each (batch_size, block_size) int64."""
         self.state = self.order.state
         if self.fixed is None:
             return self._made((self.order.draw(self.world_size)[self.rank].item(),))

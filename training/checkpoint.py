@@ -45,11 +45,10 @@ MOMENT = re.compile(r'optimizer\.(\d+)\.(.+)')
 
 def save_checkpoint(path: Path, checkpoint: dict, before_replace=lambda: None) -> None:
     """Write a temporary file, flush it to disk, then rename it: after a crash there is
-    either the old checkpoint or the new one.
+    either the old checkpoint or the new one. Raises UserError if the disk is full or the folder not
+    writable; the old checkpoint is then intact.
 
     before_replace: called when the new file is complete, before it replaces the old one.
-    Raises:
-        UserError: if the disk is full or the folder not writable. The old checkpoint is intact.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,11 +93,10 @@ def read_file(path: Path, mmap: bool = False):
 
 def load_checkpoint(path: Path, whole: bool = True) -> dict:
     """Load a checkpoint (ours, nanoGPT's, or that of a fork) from `path`. The weights get the names
-    of `GPT`: without the prefixes of wrappers, and without causal masks.
+    of `GPT`: without the prefixes of wrappers, and without causal masks. Raises UserError if the
+    file is missing, damaged, or not a checkpoint.
 
     whole: also read tensors stored in shards.
-    Raises:
-        UserError: if the file is missing, damaged, or not a checkpoint.
     """
     if not path.is_file():
         raise UserError(f'no checkpoint at {path}: train first, or point --out_dir at a folder '
@@ -173,17 +171,15 @@ def _tie(path: Path, weights: dict) -> None:
     """Add the output layer if only the embedding, which is the same matrix, was saved. UserError:
     if they differ, because loading them would replace one by the other."""
     head, embedding = weights.get(HEAD), weights.get(EMBEDDING)
-    if not torch.is_tensor(embedding):
-        return
-    if head is None:
+    if head is None and torch.is_tensor(embedding):
         weights[HEAD] = embedding
+    if not all(map(torch.is_tensor, (head, embedding))) or head.shape != embedding.shape:
         return
-    comparable = torch.is_tensor(head) and head.shape == embedding.shape
     # tensors that repeat a few elements may be huge: `load_model.check_weights` refuses them
-    if comparable and any(x.nbytes > x.untyped_storage().nbytes() for x in (head, embedding)):
+    if any(x.nbytes > x.untyped_storage().nbytes() for x in (head, embedding)):
         return
     # weights that have diverged hold NaN, which equals nothing
-    if comparable and not torch.equal(head.nan_to_num(), embedding.nan_to_num()):
+    if not torch.equal(head.nan_to_num(), embedding.nan_to_num()):
         raise UserError(f'checkpoint {path} has an output layer ({HEAD}) that differs from its '
                         f'embedding ({EMBEDDING}); here the two are one matrix')
 
@@ -203,11 +199,8 @@ def restoring(path: Path, key: str):
 
 
 def config_of(checkpoint: dict, path: Path, **overrides) -> GPTConfig:
-    """Return the GPTConfig in a checkpoint's `model_args`.
-
-    Raises:
-        UserError: if a field is unknown, of the wrong type, or out of range.
-    """
+    """Return the GPTConfig in a checkpoint's `model_args`. Raises UserError if a field is unknown,
+    of the wrong type, or out of range."""
     args = {**checkpoint['model_args'], **overrides}
     fields = {f.name: f for f in dataclasses.fields(GPTConfig)}
     for name, value in args.items():
@@ -283,11 +276,8 @@ def shards_name(run: str, iteration: int) -> str:
 def write_shards(folder: Path, model: dict, optimizer: dict, group=None) -> dict:
     """Write {parameter: tensor} and the moments in an optimizer's `state_dict` into the new
     `folder`, which all processes of `group` can access; without a group only this process writes.
-    Returns the checkpoint's keys 'model', 'optimizer' (groups and step counts) and 'shards'.
-
-    Raises:
-        UserError: if the folder cannot be written.
-    """
+    Returns the checkpoint's keys 'model', 'optimizer' (groups and step counts) and 'shards'. Raises
+    UserError if the folder cannot be written."""
     tensors, rest = {f'model.{name}': x for name, x in model.items()}, {}
     for i, state in optimizer['state'].items():
         moments = [name for name, x in state.items() if torch.is_tensor(x) and x.dim()]
@@ -307,12 +297,11 @@ def write_shards(folder: Path, model: dict, optimizer: dict, group=None) -> dict
 
 def read_shards(path: Path, checkpoint: dict, into=None, group=None) -> dict:
     """Read the shards of the checkpoint at `path`: the moments into its optimizer, in place.
+    Returns {name: tensor}. Raises UserError if a file or a tensor is missing, damaged or of the
+    wrong size.
 
     into: names -> {name: tensor to read into}, by all processes of `group` (a DTensor takes its
         own part); None = this process reads all tensors in full.
-    Returns {name: tensor}.
-    Raises:
-        UserError: if a file or a tensor is missing, damaged or of the wrong size.
     """
     shards, problem = checkpoint.pop('shards'), f'checkpoint {path}: its shards'
     folder = path.parent / shards['folder']

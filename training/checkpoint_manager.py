@@ -43,12 +43,11 @@ class CheckpointManager:
         self.latest = self.start if origin == self.path else None
 
     def save(self, checkpoint: dict, say=print) -> None:
-        """Write ckpt.pt, then name, copy and delete older checkpoints as described above.
+        """Write ckpt.pt, then name, copy and delete older checkpoints as described above. Raises
+        UserError if it cannot be written, which names the checkpoint that can still be resumed.
 
         checkpoint: its key `holds_best` tells if it is the best so far. say: called with a line for
             each renamed file.
-        Raises:
-            UserError: if it cannot be written; names the checkpoint that can still be resumed.
         """
         iteration, best = checkpoint['iter_num'], checkpoint['holds_best']
         try:
@@ -148,11 +147,7 @@ def checkpoint_in(out_dir: str, name: str) -> Path:
 
 
 def load_to_resume(path: Path, whole: bool = True) -> dict:
-    """Like `load_checkpoint`, but its error lists the other checkpoints in the folder.
-
-    Raises:
-        UserError: if the file is missing, damaged, or not a checkpoint.
-    """
+    """Like `load_checkpoint`, but its error lists the other checkpoints in the folder."""
     try:
         return ckpt.load_checkpoint(path, whole=whole)
     except UserError as e:

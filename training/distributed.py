@@ -20,13 +20,11 @@ class Ranks:
     """The rank of this process, and the small collectives that training needs.
 
     A context manager that joins and leaves the process group. With one process every method is
-    trivial and torch.distributed is not used. Only rank 0 prints.
+    trivial and torch.distributed is not used. Only rank 0 prints. Raises UserError if this rank has
+    no such device, or the backend does not support it.
 
-    Args:
-        backend: for gradients, 'nccl' (CUDA) or 'gloo' (CPU); the collectives here always use gloo.
-        device: as for `pick_device`; with several processes 'cuda' is the local rank's GPU.
-    Raises:
-        UserError: if this rank has no such device, or the backend does not support it.
+    backend: for gradients, 'nccl' (CUDA) or 'gloo' (CPU); the collectives here always use gloo.
+    device: as for `pick_device`; with several processes 'cuda' is the local rank's GPU.
     """
 
     def __init__(self, backend: str = 'gloo', device: str = 'auto', backend_given: bool = False):

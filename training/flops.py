@@ -15,12 +15,9 @@ A100_BF16_FLOPS = 312e12
 
 
 def estimate_mfu(model, fwdbwd_per_iter: int, dt: float) -> float:
-    """Return model FLOPs utilization as nanoGPT does: 6N + 12*L*H*D*T per token (PaLM, appendix B)
-    over an A100's peak.
-
-    For comparison with nanoGPT: every layer counts as full attention over block_size, which
-    overstates the utilization of models with windows.
-    """
+    """Return model FLOPs utilization as nanoGPT does, for comparison with it: 6N + 12*L*H*D*T per
+    token (PaLM, appendix B) over an A100's peak. Every layer counts as full attention over
+    block_size, which overstates the utilization of models with windows."""
     c, head_dim = model.config, model.plan.head_dim
     per_token = 6 * model.get_num_params() + 12 * c.n_layer * c.n_head * head_dim * c.block_size
     return per_token * c.block_size * fwdbwd_per_iter / dt / A100_BF16_FLOPS
@@ -44,10 +41,8 @@ def flops_per_token(model, T: int = 0) -> tuple[float, float]:
     usual.
 
     These are *model* FLOPs; the hardware does more (full blocks of a mask, recomputation).
-    Source: PaLM (Chowdhery et al. 2022), appendix B, without its "every query sees T keys".
-
-    Raises:
-        UserError (a ValueError): if T is below 1 or exceeds the learned positions.
+    Source: PaLM (Chowdhery et al. 2022), appendix B, without its "every query sees T keys". Raises
+    UserError (a ValueError) if T is below 1 or exceeds the learned positions.
     """
     c, plan = model.config, model.plan
     T = T or c.block_size

@@ -23,7 +23,6 @@ def check(s, dtype: torch.dtype) -> None:
 
 def shard(model, ranks, dtype: torch.dtype, compiled: bool = False, empty: bool = False) -> None:
     """Shard the parameters of a GPT in place, by block; they become DTensors on the ranks' device.
-
     The values come from rank 0; other ranks' models may be on the 'meta' device.
 
     dtype: for arithmetic. With bfloat16, blocks are gathered in it, but gradients averaged in

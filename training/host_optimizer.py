@@ -13,13 +13,9 @@ BUCKET = 64 * 2 ** 20  # bytes of gradients that are stepped together
 class HostAdamW(torch.optim.Optimizer):
     """torch.optim.AdamW over copies of the parameters in host memory.
 
-    Call `take` after anything else has changed the parameters. With a CUDA device copies are
-    asynchronous, through pinned memory (which torch allocates in powers of two).
-
-    Args:
-        groups: parameter groups; their settings are read at each step.
-        lr, betas: AdamW's.
-        bucket: bytes of gradients that are stepped together.
+    Call `take` after anything else has changed the parameters. The groups' settings are read at
+    each step. With a CUDA device copies are asynchronous, through pinned memory (which torch
+    allocates in powers of two).
     """
 
     def __init__(self, groups: list[dict], lr: float, betas=(0.9, 0.95), bucket: int = BUCKET):

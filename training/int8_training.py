@@ -34,9 +34,7 @@ def int8_linear() -> type:
     """`Linear` with int8 matmuls in training. Raises UserError if torchao is missing or too old."""
     try:
         from torchao.prototype.quantized_training import (
-            Int8MixedPrecisionTrainingConfig,
-            Int8MixedPrecisionTrainingLinear,
-        )
+            Int8MixedPrecisionTrainingConfig, Int8MixedPrecisionTrainingLinear)
     except ImportError as e:
         raise UserError('int8_training=True needs the torchao package, and its '
                         "prototype.quantized_training: pip install -e '.[int8]'") from e

@@ -14,9 +14,7 @@ FEW_LAYERS = 100
 
 def model_of(checkpoint: dict, path: Path, **overrides) -> GPT:
     """Return the model in a checkpoint with its weights. `overrides` replace fields of its config.
-
-    Raises a UserError as `config_of` and `load_weights` do, before anything large is allocated.
-    """
+    Raises a UserError as `config_of` and `load_weights` do, before anything large is allocated."""
     config = config_of(checkpoint, path, **overrides)
     check_weights(config, checkpoint, path)
     model = GPT(config)
@@ -25,8 +23,7 @@ def model_of(checkpoint: dict, path: Path, **overrides) -> GPT:
 
 
 def check_weights(config: GPTConfig, checkpoint: dict, path: Path) -> None:
-    """Raise a UserError if the weights are not those of a model with this config. No
-    model is allocated."""
+    """Raise a UserError if the weights are not those of a model with this config."""
     weights = checkpoint['model']
     check_layers(config, weights, f'checkpoint {path}')
     with torch.device('meta'):

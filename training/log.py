@@ -1,4 +1,5 @@
 """A run's log: nanoGPT's lines, metrics.jsonl, trackers."""
+import contextlib
 import json
 import math
 import os
@@ -11,7 +12,7 @@ from config.files import regular_only, replacing
 from training.checkpoint import link_or_copy
 
 
-class RunLog:
+class RunLog(contextlib.AbstractContextManager):
     """Log lines and metrics of one run; a context manager that closes files and trackers.
 
     metrics.jsonl has one JSON object per logged step, in full precision, null where not finite:
@@ -33,19 +34,13 @@ class RunLog:
     On resume, rows from `start_iter` on are dropped, since they will be rewritten. A new run
     renames the previous run's file to metrics_old.jsonl.
 
-    Args:
-        trackers: as returned by `open_trackers`; closed with the log.
-        write: False leaves metrics.jsonl untouched.
-        keep_old: first copy metrics.jsonl to metrics_old.jsonl.
+    trackers: as returned by `open_trackers`; closed with the log. write: False leaves metrics.jsonl
+    untouched. keep_old: first copy metrics.jsonl to metrics_old.jsonl.
     """
 
-    def __init__(self, out_dir: Path, start_iter: int, trackers: list, write: bool,
-                 keep_old: bool):
+    def __init__(self, out_dir: Path, start_iter: int, trackers: list, write: bool, keep_old: bool):
         self.path, self.trackers = out_dir / 'metrics.jsonl', trackers
         self.file = self._reopen(start_iter, keep_old) if write else open(os.devnull, 'w')
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_):
         for file in (self.file, *self.trackers):
@@ -75,11 +70,8 @@ class RunLog:
             self.line(f'skipped {many} {updates.latest}: loss or gradients were not finite{scale}')
 
     def stepped(self, iter_num: int, evaluated: dict, **row) -> None:
-        """Write a step's metrics, with the losses of an evaluation just before it.
-
-        Raises:
-            UserError: if metrics.jsonl cannot be written to, for example on a full disk.
-        """
+        """Write a step's metrics, with the losses of an evaluation just before it. Raises UserError
+        if metrics.jsonl cannot be written to, for example on a full disk."""
         known = {name: value if math.isfinite(value) else None
                  for name, value in {**row, **evaluated}.items()}
         try:

@@ -4,21 +4,19 @@
     python -m training.memory config/train_gpt2.py --budget=24GB --device=cuda --chunked_loss=False
     python -m training.memory --help
 
-Predictions are for the eager model on one process: `training.memory_use` measures a step of a model
-of fake tensors. Compiled models fuse operations and keep less.
+Predictions are for one process and the eager model (compiled models fuse operations and keep less):
+`training.memory_use` measures a step of a model of fake tensors.
 """
 from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
 import dataclasses
 import functools
 import json
 import os
-from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import configurator
-import training.recompute
 from config.errors import UserError, at_least
 from config.gpt_config import GPTConfig
 from config.schema import MODEL
@@ -32,7 +30,6 @@ from training.device import autocast, pick_device
 from training.int8_forward import train_for_int8
 from training.loss import linear_cross_entropy, rows_at_a_time
 from training.memory_use import free_memory, measure
-from training.offload import offloaded
 from training.optim import state_name
 from training.recompute import NAMES, policy_of, set_recompute
 from training.z_loss import add_z_loss
@@ -50,9 +47,8 @@ class Plans:
     device: the one that is planned for. Where it is CUDA but there is none, the predictions are for
     the CPU's kernels, because autograd needs a CUDA device even for fake tensors.
 
-    Attributes:
-        policies: those that can be used, the fastest first.
-        whole: the largest batch size whose logits are not chunked; 0 if none ever are.
+    policies: those that can be used, the fastest first. whole: the largest batch size whose logits
+    are not chunked; 0 if none ever are.
     """
 
     def __init__(self, s, config, device: torch.device, dtype: torch.dtype, n_processes: int = 1,
@@ -78,21 +74,16 @@ class Plans:
         self.policies = [name for name in NAMES if name != 'offload' or offloads]
         rows = rows_at_a_time(config.vocab_size, self.device.type)
         self.whole = rows // s.block_size if s.chunked_loss else 0
-        self._cache = {}
+        self._predicted = functools.cache(self._predict)
 
     def memory(self, policy: str, batch_size: int = 0):
         """Return the `Memory` of a step; batch_size 0 = the settings'. With several processes the
         peak includes DDP's buckets, which are as large as the gradients."""
-        key = policy, batch_size or self.s.batch_size
-        if key not in self._cache:
-            self._cache[key] = self._predict(*key)
-        return self._cache[key]
+        return self._predicted(policy, batch_size or self.s.batch_size)
 
     def _predict(self, policy, batch_size):
         set_recompute(self.model, policy)
-        # FakeTensorMode supports neither streams nor pinned memory
-        offload = functools.partial(offloaded, streams=False)
-        with self.fake, mock.patch.object(training.recompute, 'offloaded', offload):
+        with self.fake:
             x = torch.zeros(batch_size, self.s.block_size, dtype=torch.int64, device=self.device)
             m = measure(self.model, (x, torch.zeros_like(x)), autocast(self.device, self.dtype),
                         optimizer=self.optimizer, accumulate=self.accumulate)
@@ -147,13 +138,9 @@ def largest_batch(peak, budget: int, start: int = 1, whole: int = 0) -> int:
 
 def choose_policy(s, config, device: torch.device, dtype: torch.dtype, n_processes: int = 1,
                   least=lambda value: value) -> str:
-    """Choose the policy for recompute='auto': the fastest whose predicted peak fits the budget.
-
-    Prints the choice. least: minimum over processes, so that all make the same choice.
-
-    Raises:
-        UserError: if none fits (naming the smallest peak), or memory_budget is not a size.
-    """
+    """Choose, and print, the policy for recompute='auto': the fastest whose predicted peak fits the
+    budget. Raises UserError if none fits (naming the smallest peak), or memory_budget is not a
+    size. least: minimum over processes, so that all make the same choice."""
     plans = Plans(s, config, device, dtype, n_processes)
     if s.memory_budget:
         budget = parse_bytes(s.memory_budget, 'memory_budget')

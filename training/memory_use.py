@@ -1,7 +1,5 @@
-"""Memory of a training step: `measure` runs one with the eager model and tracks every storage.
-
-The model may be fake (`training.memory`). Compiled models fuse operations and keep less.
-"""
+"""Memory of a training step: `measure` runs one with the eager model, which may be fake
+(`training.memory`), and tracks every storage."""
 import contextlib
 import math
 import weakref
@@ -161,15 +159,12 @@ def _scratch_bytes(func, inputs) -> int:
 
 
 def measure(model, batch, autocast=None, *, optimizer='adamw', accumulate: bool = False) -> Memory:
-    """Return the `Memory` of a forward and backward pass, by running it.
+    """Return the `Memory` of a forward and backward pass, by running it. Random state, gradients
+    and training mode are restored.
 
-    Random state, gradients and training mode are restored.
-
-    Args:
-        batch: (idx, targets), each (B, T) int64 on the model's device.
-        autocast: a context for the forward pass. None = float32.
-        optimizer: an optimizer, or the name of one (see `training.optim`).
-        accumulate: gradients already exist at the start, as with gradient accumulation.
+    batch: (idx, targets), each (B, T) int64 on the model's device. autocast: a context for the
+    forward pass; None = float32. optimizer: as in `state_bytes`. accumulate: gradients already
+    exist at the start, as with gradient accumulation.
     """
     was_training, gradients = model.training, [p.grad for p in model.parameters()]
     devices = [model.device] if model.device.type == 'cuda' else []
@@ -209,10 +204,8 @@ def _sdpa(q, k, v, window):
 
 
 def state_bytes(model, optimizer='adamw') -> tuple[int, int, int]:
-    """Return bytes of parameters, gradients and optimizer state on the device.
-
-    optimizer: an optimizer, or a name. State that does not exist yet is predicted.
-    """
+    """Return bytes of parameters, gradients and optimizer state on the device. State that does not
+    exist yet is predicted. optimizer: an optimizer, or the name of one (see `training.optim`)."""
     parameters = sum(map(tensor_nbytes, model.parameters()))
     gradients = sum(tensor_nbytes(p) for p in model.parameters() if p.requires_grad)
     if isinstance(optimizer, HostAdamW):

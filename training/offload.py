@@ -8,9 +8,9 @@ SMALLEST = 2 ** 16  # bytes; smaller tensors are not worth a copy
 def offloaded(device: torch.device, streams: bool = True):
     """Return a context that keeps tensors saved for the backward pass in host memory.
 
-    On CUDA the memory is pinned, and copies to the host run on their own stream. Parameters and
-    views of them stay on the device. On a CPU tensors are copied as well, for tests. streams: False
-    means synchronous copies without pinned memory.
+    On CUDA the memory is pinned, and copies to the host run on their own stream, unless streams is
+    False. Parameters and views of them stay on the device. On a CPU tensors are copied as well, for
+    tests.
     """
     stream = torch.cuda.Stream(device) if streams and device.type == 'cuda' else None
 
@@ -19,8 +19,7 @@ def offloaded(device: torch.device, streams: bool = True):
             return x
         if x.device != device or x.nbytes < SMALLEST or isinstance(x._base, Parameter):
             return x.detach()  # returning x would keep it alive through its own graph
-        pinned = stream is not None
-        copy = torch.empty_like(x, device='cpu', pin_memory=pinned, requires_grad=False)
+        copy = torch.empty_like(x, device='cpu', pin_memory=stream is not None)
         if stream is None:
             return copy.copy_(x.detach()), x.device, None
         stream.wait_stream(torch.cuda.current_stream(device))

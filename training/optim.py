@@ -194,11 +194,9 @@ def _from_plain(x, param):
 
 
 def load_optimizer(optimizer, state: dict) -> None:
-    """`load_state_dict`; also checks shapes, which torch does not.
-
-    The settings of the groups, such as `fused`, are not loaded, because the checkpoint may come
-    from a different device. A state from before the first step is ignored, whatever the optimizer.
-    """
+    """`load_state_dict`; also checks shapes, which torch does not. The settings of the groups, such
+    as `fused`, are not loaded, because the checkpoint may come from a different device. A state
+    from before the first step is ignored, whatever the optimizer."""
     if not state['state']:
         return
     own = [*optimizer.param_groups, *[{}] * len(state['param_groups'])]
@@ -245,12 +243,10 @@ def set_learning_rate(optimizer, lr: float) -> None:
 
 
 def learning_rate_at(it: int, s) -> float:
-    """Return the learning rate of iteration `it`, given train.py's settings.
-
-    Linear warm-up, then depending on `lr_schedule`: cosine decay to min_lr at lr_decay_iters, or
-    'wsd' (warm-up, stable, decay; Hu et al. 2024, MiniCPM), which is constant until the last
-    cooldown_iters iterations of lr_decay_iters and then decays linearly.
-    """
+    """Return the learning rate of iteration `it`, given train.py's settings: linear warm-up, then
+    depending on `lr_schedule` cosine decay to min_lr at lr_decay_iters, or 'wsd' (warm-up, stable,
+    decay; Hu et al. 2024, MiniCPM), which is constant until the last cooldown_iters iterations of
+    lr_decay_iters and then decays linearly."""
     if not s.decay_lr:
         return s.learning_rate
     if it < s.warmup_iters:

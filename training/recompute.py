@@ -17,6 +17,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import (
     CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts)
 
@@ -29,8 +30,7 @@ aten = torch.ops.aten
 MATMULS = {aten.mm.default, aten.addmm.default, aten._int_mm.default}
 ATTENTION = {getattr(aten, name).default for name in (
     '_scaled_dot_product_flash_attention_for_cpu', '_scaled_dot_product_flash_attention',
-    '_scaled_dot_product_efficient_attention', '_scaled_dot_product_cudnn_attention')
-    if hasattr(aten, name)}
+    '_scaled_dot_product_efficient_attention', '_scaled_dot_product_cudnn_attention')}
 
 
 def set_recompute(model, policy: str) -> None:
@@ -84,14 +84,12 @@ class Recompute:
         return cls(name, segments, dropout)
 
     def __call__(self, blocks, n_layer: int, x):
-        """Return x after all blocks.
-
-        blocks: (first, last, x, kvs) -> x and kvs after the blocks first to last - 1; kvs maps a
-        slot to its owner's K and V, which later layers read.
-        """
+        """Return x after all blocks. blocks: (first, last, x, kvs) -> x and kvs after the blocks
+        first to last - 1; kvs maps a slot to its owner's K and V, which later layers read."""
         kvs, context = {}, {}
         if self.name == 'offload':
-            with offloaded(x.device):
+            # fake tensors support neither streams nor pinned memory
+            with offloaded(x.device, streams=not isinstance(x, FakeTensor)):
                 return blocks(0, n_layer, x, kvs)[0]
         if self.name == 'selective':
             kept = functools.partial(_select, self.dropout)
@@ -102,11 +100,9 @@ class Recompute:
 
 
 def _select(dropout, context, op, *args, **kwargs):
-    """Choose the operations whose outputs 'selective' keeps: attention and matmuls.
-
-    Narrowing matmuls (the MLP's second) are excluded: their output is as large as the block's,
-    which the next block keeps anyway, and recomputation stops before it, unless dropout follows.
-    """
+    """Choose the operations whose outputs 'selective' keeps: attention and matmuls, without
+    narrowing ones (the MLP's second): their output is as large as the block's, which the next block
+    keeps anyway, and recomputation stops before it, unless dropout follows."""
     kept = op in ATTENTION or op.name().startswith(
         ('flex_attention', 'flash_attn::', 'nanokv::attention'))
     if op in MATMULS:  # mm(x, w), _int_mm(x, w) or addmm(bias, x, w)

@@ -18,7 +18,8 @@ from training import fsdp, int8_training, native
 from training.adapt import adapt, adapted_config, differences, keep_trained, wishes
 from training.batches import open_batches, open_meta
 from training.checkpoint_manager import CheckpointManager, checkpoint_in, load_to_resume
-from training.device import autocast, describe_attention, keep_freed_memory, memory_use
+from training.device import (
+    autocast, describe_attention, device_name, keep_freed_memory, memory_use)
 from training.distributed import launch_id
 from training.flops import achieved, peak_tflops
 from training.int8_forward import train_for_int8
@@ -32,7 +33,6 @@ from training.z_loss import add_z_loss
 
 
 class Run:
-    """The state of a training run: model, optimizer, scaler, data position, iteration."""
 
     def __init__(self, s, ranks, data_root: Path):
         self.s, self.ranks, self.device = s, ranks, ranks.device
@@ -106,9 +106,7 @@ class Run:
             print('rounding the weights and inputs of the blocks to int8')
         if self.sharded:
             fsdp.shard(model, ranks, self.dtype, s.compile, empty)
-        self.z_loss_scale = None
-        if s.attention_z_loss:
-            self.z_loss_scale = add_z_loss(model, s.attention_z_loss)
+        self.z_loss_scale = add_z_loss(model, s.attention_z_loss) if s.attention_z_loss else None
         print(describe_attention(model, self.dtype, model.config.dropout))
         if native.wanted(s, self.device):
             native.speed_up(model)
@@ -247,10 +245,9 @@ class Run:
 
     def save(self, best: bool, say=print):
         """Write ckpt.pt from rank 0. All ranks must call it, since each has its own generators.
+        Raises UserError if it cannot be written; the previous checkpoint is then intact.
 
         best: whether the validation loss is the best so far. say: as in `CheckpointManager.save`.
-        Raises:
-            UserError: if it cannot be written. The previous checkpoint is intact.
         """
         self.holds_best = best or (self.holds_best and self.saved_at == self.iter_num)
         states, tensors = self.ranks.gather(ckpt.rng_state()), self._tensors()
@@ -261,8 +258,7 @@ class Run:
                 # beyond nanoGPT's keys: what an exact resume needs
                 'scaler': self.scaler.state_dict(), 'rng': states, 'data_rng': self.batches.state,
                 'holds_best': self.holds_best, 'skipped': int(self.update.counts[0]),
-                'launch': launch_id(), 'tokens': self.tokens,
-                'meta': self.meta}, say)
+                'launch': launch_id(), 'tokens': self.tokens, 'meta': self.meta}, say)
         self.saved_at = self.iter_num
 
     @torch.no_grad()
@@ -291,11 +287,8 @@ class Run:
 
     def step(self):
         """Run one iteration: forward and backward over this rank's micro-batches, clip, update.
-        Returns the loss of the last micro-batch.
-
-        Raises:
-            UserError: if the last `max_skipped` iterations were all skipped.
-        """
+        Returns the loss of the last micro-batch. Raises UserError if the last `max_skipped`
+        iterations were all skipped."""
         self.trained.train()
         n = self.s.gradient_accumulation_steps // self.ranks.world_size
         if self.z_loss_scale is not None:
@@ -320,14 +313,12 @@ class Run:
         raise UserError(broken(self.update.read(), self.iter_num, loss.item(), lr, self.s, saved))
 
     def metrics(self, updates, seconds: float) -> dict:
-        """Return a logged step's metrics from grad_norm on (see `RunLog`).
-
-        updates: as returned by `GuardedUpdate.read`. seconds: per iteration.
-        """
+        """Return a logged step's metrics from grad_norm on (see `RunLog`). updates: as returned by
+        `GuardedUpdate.read`. seconds: per iteration."""
         n = self.s.batch_size * self.s.gradient_accumulation_steps
         tflops = achieved(self.model, n, seconds)
-        device = torch.cuda.get_device_name(self.device) if self.device.type == 'cuda' else ''
-        peak, memory = peak_tflops(device, self.dtype), memory_use(self.device)
+        peak = peak_tflops(device_name(self.device), self.dtype)
+        memory = memory_use(self.device)
         share = memory.peak / memory.total if memory.peak and memory.total else None
         row = dict(grad_norm=updates.grad_norm, loss_scale=updates.loss_scale,
                    skipped=updates.skipped, model_tflops_per_second=tflops,

@@ -48,10 +48,8 @@ class WandB:
 
 
 class TensorBoard:
-    """Logs evaluations under nanoGPT's names, and the metrics of each logged step under step/.
-
-    To view them: `tensorboard --logdir OUT_DIR`.
-    """
+    """Logs evaluations under nanoGPT's names, and the metrics of each logged step under step/. To
+    view them: `tensorboard --logdir OUT_DIR`."""
 
     def __init__(self, folder: Path, purge_from: int | None):
         from torch.utils.tensorboard import SummaryWriter

@@ -16,10 +16,8 @@ HEALTHY_SCALE = 1.0  # overflows at a larger loss scale are normal: the scaler i
 
 
 def propagate_nonfinite(loss: torch.Tensor) -> torch.Tensor:
-    """Return the same loss, but with NaN for all gradients if it is not finite.
-
-    Thus whether to step depends only on the gradients, which are averaged over the ranks.
-    """
+    """Return the same loss, but with NaN for all gradients if it is not finite. Thus whether to
+    step depends only on the gradients, which are averaged over the ranks."""
     return loss * (1 + 0 * loss.detach())
 
 
@@ -47,9 +45,8 @@ class GuardedUpdate:
     A skipped iteration counts against `max_skipped` only once the loss scale is down to
     `HEALTHY_SCALE`: from the initial 65536 it takes 16 skipped iterations to get there.
 
-    Args:
-        scaler: torch.amp.GradScaler, enabled for float16 only.
-        grad_clip: maximum norm of all gradients together; 0 = unlimited.
+    scaler: torch.amp.GradScaler, enabled for float16 only. grad_clip: maximum norm of all gradients
+    together; 0 = unlimited.
     """
 
     def __init__(self, optimizer, scaler, grad_clip: float, device: torch.device):
@@ -61,8 +58,7 @@ class GuardedUpdate:
         self.reported = 0
 
     def __call__(self, iter_num: int, loss: torch.Tensor) -> None:
-        """Update the parameters and drop their gradients. loss: the last micro-batch's,
-        unscaled."""
+        """Update the parameters, drop their gradients. loss: the last micro-batch's, unscaled."""
         self.scaler.unscale_(self.optimizer)
         parameters = [p for group in self.optimizer.param_groups for p in group['params']]
         self.norm = full(torch.nn.utils.clip_grad_norm_(parameters, self.grad_clip or math.inf))

@@ -26,11 +26,9 @@ def add_z_loss(model, coefficient: float) -> torch.Tensor:
     """
     if model.config.kv_stride > 1:
         raise UserError(f'attention_z_loss={coefficient} does not go with kv_stride above 1')
-    loss_scale = torch.ones((), device=model.device)
+    loss_scale, share = torch.ones((), device=model.device), coefficient / model.config.n_layer
     for block in model.transformer.h:
-        attend = functools.partial(_attend, block.attn, coefficient / model.config.n_layer,
-                                   loss_scale)
-        block.attn.attend = attend
+        block.attn.attend = functools.partial(_attend, block.attn, share, loss_scale)
     return loss_scale
 
 
@@ -43,10 +41,7 @@ def _attend(attn, coefficient, loss_scale, q, k, v, window, dropout_p, backend, 
 
 class WithPenalty(torch.autograd.Function):
     """Returns y; the gradients of q, k and sink get that of coefficient * loss_scale * mean
-    logsumexp ** 2.
-
-    Shapes as for `attention.causal_attention`. With a sink, the sum includes it.
-    """
+    logsumexp ** 2, where the sum includes the sink. Shapes as for `attention.causal_attention`."""
 
     @staticmethod
     def forward(ctx, y, q, k, sink, loss_scale, window, coefficient):
@@ -65,8 +60,7 @@ class WithPenalty(torch.autograd.Function):
 
 
 def score_gradients(q, k, sink, window: int, factor):
-    """Gradients of q, k and sink (or None) where that of each score is factor * logsumexp *
-    softmax."""
+    """Gradients of q, k, sink (or None), if that of each score is factor * logsumexp * softmax."""
     wide, scale = factor.dtype, q.size(-1) ** -0.5
     queries = q.to(wide).unflatten(1, (k.size(1), -1)) * scale        # (B, Hkv, H/Hkv, T, D)
     keys, dsink = k.to(wide)[:, :, None], None

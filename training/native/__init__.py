@@ -118,23 +118,20 @@ def _like(x):
 operators = torch.library.Library('nanokv', 'DEF')
 
 
-def operator(schema: str, fake):
-    """Register a function for CPU tensors. fake: the same for tensors without data."""
-    def register(f):
+def operator(schema: str, empty):
+    """Register a function for CPU tensors, whose first argument is the result, which it fills.
+    empty: makes the result from the arguments; for tensors without data that is all."""
+    def register(fill):
+        def filled(*args):
+            result = empty(*args)
+            fill(result, *args)
+            return result
         name = schema.partition('(')[0]
         operators.define(schema)
-        operators.impl(name, f, 'CPU')
-        torch.library.register_fake(f'nanokv::{name}', fake, lib=operators)
+        operators.impl(name, filled, 'CPU')
+        torch.library.register_fake(f'nanokv::{name}', empty, lib=operators)
         return getattr(torch.ops.nanokv, name)
     return register
-
-
-def _empty_attention(q, k, v, sink, seed, window, dropout):
-    return _like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-def _empty_gradients(q, k, v, sink, seed, y, lse, dy, window, dropout):
-    return _like(q), _like(k), _like(v), torch.empty_like(lse[0, :, 0])
 
 
 def sums_shape(k) -> tuple[int, ...]:
@@ -159,46 +156,42 @@ def _attention(q, k, v, sink, seed, window, dropout, lse, **heads) -> Attention:
 
 
 @operator('attention(Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? seed, int window, '
-          'float dropout) -> (Tensor, Tensor)', _empty_attention)
-def attention(q, k, v, sink, seed, window, dropout):
+          'float dropout) -> (Tensor, Tensor)',
+          lambda q, *_: (_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)))
+def attention(result, q, k, v, sink, seed, window, dropout):
     """Causal attention in a window (0 = none): y (B, H, T, D), and the logarithm of each softmax's
     denominator (B, H, T). sink: (H,), or None. seed: a number, with dropout."""
-    y, lse = _empty_attention(q, k, v, sink, seed, window, dropout)
+    y, lse = result
     call = _attention(q, k, v, sink, seed, window, dropout, lse, y=y)
     library().nanokv_attention(ctypes.byref(call))
-    return y, lse
 
 
 @operator('attention_backward(Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? seed, Tensor y, '
           'Tensor lse, Tensor dy, int window, float dropout) -> (Tensor, Tensor, Tensor, Tensor)',
-          _empty_gradients)
-def attention_backward(q, k, v, sink, seed, y, lse, dy, window, dropout):
+          lambda q, k, v, sink, seed, y, lse, *_: (
+              _like(q), _like(k), _like(v), torch.empty_like(lse[0, :, 0])))
+def attention_backward(result, q, k, v, sink, seed, y, lse, dy, window, dropout):
     """The gradients of q, k, v, and of sink (0 without one)."""
-    dq, dk, dv, dsink = _empty_gradients(q, k, v, sink, seed, y, lse, dy, window, dropout)
+    dq, dk, dv, dsink = result
     sums = k.new_empty(sums_shape(k), dtype=torch.float32)
     dsink.zero_()
     call = _attention(q, k, v, sink, seed, window, dropout, lse, y=y, dy=dy, dq=dq, dk=dk, dv=dv)
     call.sums, call.dsink = sums.data_ptr(), None if sink is None else dsink.data_ptr()
     library().nanokv_attention_backward(ctypes.byref(call))
-    return dq, dk, dv, dsink
 
 
 @operator('gelu(Tensor x, Tensor? dy, bool tanh) -> Tensor',
           lambda x, dy, tanh: torch.empty_like(x))
-def gelu(x, dy, tanh):
+def gelu(y, x, dy, tanh):
     """GELU of x; with dy, the gradient of x."""
-    y = torch.empty_like(x)
-    library().nanokv_gelu(_threads(), *_pointers(x, dy, y), ctypes.c_int64(x.numel()), tanh,
-                          x.dtype == torch.bfloat16)
-    return y
+    _call('gelu', x, dy, y, x.numel(), tanh, x.dtype == torch.bfloat16)
 
 
-def _threads():
-    return ctypes.c_int64(torch.get_num_threads())
-
-
-def _pointers(*tensors):
-    return [ctypes.c_void_p(_pointer(x)) for x in tensors]
+def _call(name, *arguments):
+    """Call a function of the extension whose arguments are tensors (or None) and integers."""
+    as_c = [ctypes.c_int64(x) if isinstance(x, int) else ctypes.c_void_p(_pointer(x))
+            for x in (torch.get_num_threads(), *arguments)]
+    getattr(library(), f'nanokv_{name}')(*as_c)
 
 
 def _norm(x, gain, cos, sin, eps, **heads) -> Norm:
@@ -210,44 +203,38 @@ def _norm(x, gain, cos, sin, eps, **heads) -> Norm:
 
 @operator('norm(Tensor x, Tensor gain, Tensor? cos, Tensor? sin, float eps) -> Tensor',
           lambda x, gain, cos, sin, eps: _like(x))
-def norm(x, gain, cos, sin, eps):
+def norm(y, x, gain, cos, sin, eps):
     """QK-norm of x (B, H, T, D), then RoPE with tables (T, D) or None."""
-    y = _like(x)
     library().nanokv_norm(ctypes.byref(_norm(x, gain, cos, sin, eps, y=y)))
-    return y
 
 
 @operator('norm_backward(Tensor dy, Tensor x, Tensor gain, Tensor? cos, Tensor? sin, float eps) '
           '-> (Tensor, Tensor)',
           lambda dy, x, gain, cos, sin, eps: (_like(x), torch.empty_like(gain)))
-def norm_backward(dy, x, gain, cos, sin, eps):
+def norm_backward(result, dy, x, gain, cos, sin, eps):
     """The gradients of x and gain."""
-    dx, dgain = _like(x), torch.empty_like(gain)
+    dx, dgain = result
     call = _norm(x, gain, cos, sin, eps, dy=dy, dx=dx)
     call.dgain = dgain.data_ptr()
     library().nanokv_norm_backward(ctypes.byref(call))
-    return dx, dgain
 
 
 @operator('cross_entropy(Tensor(a!) logits, Tensor targets, int ignored) -> Tensor',
           lambda logits, targets, ignored: logits.new_empty(len(logits), dtype=torch.float32))
-def cross_entropy(logits, targets, ignored):
+def cross_entropy(losses, logits, targets, ignored):
     """The loss of each row of logits (rows, V), which become the gradients of their sum."""
     rows, n = logits.shape
     low, high = map(int, targets.where(targets != ignored, 0).aminmax())
     if low < 0 or high >= n:
         raise IndexError(f'targets from {low} to {high}: there are logits of 0 to {n - 1}')
-    losses = logits.new_empty(rows, dtype=torch.float32)
-    library().nanokv_cross_entropy(
-        _threads(), *_pointers(logits, targets.long().contiguous(), losses),
-        *map(ctypes.c_int64, (rows, n, ignored, logits.dtype == torch.bfloat16)))
-    return losses
+    _call('cross_entropy', logits, targets.long().contiguous(), losses, rows, n, ignored,
+          logits.dtype == torch.bfloat16)
 
 
 @operator('add(Tensor(a!) total, Tensor part) -> ()', lambda total, part: None)
-def add(total, part):
+def add(_, total, part):
     """Add part (bfloat16) to total (float32) in place."""
-    library().nanokv_add(_threads(), *_pointers(total, part), ctypes.c_int64(part.numel()))
+    _call('add', total, part, part.numel())
 
 
 # -- with gradients --------------------------------------------------------------------------------
