@@ -91,10 +91,9 @@ def convert_checkpoint(source: Path, changes: dict) -> dict:
         new = dataclasses.replace(old, **changes)
     except ValueError as e:
         raise UserError(f'{source}: {e}') from e
-    model = model_of(saved, source)  # checks the weights
-    converted = {'model': convert_weights(model.state_dict(), old, new)}
+    weights = model_of(saved, source).state_dict()  # checked
     model = GPT(new)
-    load_weights(model, converted, source)
+    load_weights(model, {'model': convert_weights(weights, old, new)}, source)
     return new_checkpoint(model, new, saved.get('config', {}) | changes,
                           tokens=saved.get('tokens', ''), meta=saved.get('meta'))
 

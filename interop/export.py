@@ -30,7 +30,6 @@ from training.checkpoint_manager import checkpoint_in, load_to_resume
 from training.load_model import model_of
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
-# copied for trust_remote_code, under these names
 MODELING = {'configuration_nanokv.py': Path(__file__).parent / 'nanokv_vllm' / 'config.py',
             'modeling_nanokv.py': Path(__file__).with_name('modeling_nanokv.py')}
 # fields that GPT2Config expresses, if the plan is vanilla; all others must be at their default
@@ -110,9 +109,8 @@ def export(source: Path, target: Path, dtype: str = 'float32', max_shard_size: s
     config = model.config
     dataset, tokens = saved['config'].get('dataset', ''), saved.get('tokens', '')
     tokenizer = tokenizer_of(dataset, config.vocab_size, tokens, data_root, saved.get('meta'))
-    end = tokenizer.end_of_text
     noted = {'dataset': dataset, 'tokens': tokens, 'iter_num': saved['iter_num']}
-    exported = hf_model(model, DTYPES[dtype], end, noted)
+    exported = hf_model(model, DTYPES[dtype], tokenizer.end_of_text, noted)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f'.{target.name}.') as temp:

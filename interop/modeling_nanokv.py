@@ -15,16 +15,13 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.activations import ReLUSquaredActivation
 from transformers.cache_utils import DynamicCache
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import can_return_tuple
 
 from .configuration_nanokv import NanoKVConfig
-
-MASKS = {'full_attention': create_causal_mask,
-         'sliding_attention': create_sliding_window_causal_mask}
 
 
 class RotaryTable:
@@ -115,9 +112,8 @@ class NanoKVAttention(nn.Module):
         self.resid_dropout, self.clamp = nn.Dropout(self.dropout), config.field('act_clamp')
         qk_norm = config.field('qk_norm')
         self.q_norm = nn.RMSNorm(head_dim, eps=1e-6) if qk_norm else None
-        self.k_norm = None
-        if qk_norm and self.owns:
-            self.k_norm = nn.RMSNorm(self.latent or head_dim, eps=1e-6)
+        width_of_k = self.latent or head_dim
+        self.k_norm = nn.RMSNorm(width_of_k, eps=1e-6) if qk_norm and self.owns else None
         self.sink = nn.Parameter(torch.zeros(n_head)) if config.field('attn_sink') else None
         if self.latent:
             self.k_up = nn.Parameter(torch.empty(n_head * head_dim, self.latent))
@@ -253,7 +249,7 @@ class NanoKVForCausalLM(PreTrainedModel, GenerationMixin):
             'h': nn.ModuleList(blocks),
             'ln_f': nn.LayerNorm(width, bias=config.field('bias'))})
         self.lm_head = nn.Linear(width, config.vocab_size, bias=False)
-        self.rotary = None
+        self.rotary = {}
         if rope:
             theta, D = config.field('rope_theta'), config.head_dim
             self.rotary = {'sliding_attention': RotaryTable(D, theta)}
@@ -301,15 +297,17 @@ class NanoKVForCausalLM(PreTrainedModel, GenerationMixin):
         if not position_ids_given:
             position_ids = torch.arange(past, end, device=x.device)
         position_ids = position_ids.view(-1, x.size(1))
-        masks = self._masks(x, attention_mask, position_ids, past_key_values)
-        kept = None
-        if self.config.field('key_offset'):
-            kept = read_by_next(masks['full_attention'], past, x.size(1))
-        longest, ropes = self.config.max_position_embeddings, {}
-        if self.rotary is not None:
-            ropes = {kind: table(position_ids, max(end, longest), self.lm_head.weight.dtype)
-                     for kind, table in self.rotary.items()}
-        else:
+        masks = attention_mask  # by layer type: with a static cache, `generate` passes this dict
+        if not isinstance(masks, dict):
+            masks = create_masks_for_generate(
+                config=self.config, inputs_embeds=x, attention_mask=masks,
+                past_key_values=past_key_values, position_ids=position_ids)
+        offset = self.config.field('key_offset')
+        kept = read_by_next(masks['full_attention'], past, x.size(1)) if offset else None
+        longest = self.config.max_position_embeddings
+        ropes = {kind: table(position_ids, max(end, longest), self.lm_head.weight.dtype)
+                 for kind, table in self.rotary.items()}
+        if not ropes:
             if end > longest and position_ids_given:
                 end = int(position_ids.max()) + 1  # padding tokens have no position
             if end > longest:
@@ -351,12 +349,3 @@ class NanoKVForCausalLM(PreTrainedModel, GenerationMixin):
             if self.config.field(field) and name not in ('eager', 'sdpa'):
                 raise ValueError(f'attn_implementation={name!r} does not have {field}=True: use '
                                  "'sdpa' or 'eager'")
-
-    def _masks(self, x, attention_mask, position_ids, past_key_values) -> dict:
-        """Layer type -> mask. With a static cache, `generate` passes this dict itself."""
-        if isinstance(attention_mask, dict):
-            return attention_mask
-        return {kind: MASKS[kind](config=self.config, inputs_embeds=x,
-                                  attention_mask=attention_mask, past_key_values=past_key_values,
-                                  position_ids=position_ids)
-                for kind in set(self.config.layer_types)}

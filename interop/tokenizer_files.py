@@ -83,11 +83,8 @@ def byte_pairs(encoding):
     def text(token: bytes) -> str:
         return ''.join(letters[b] for b in token)
 
-    merges = []
-    for token in sorted(ranks, key=ranks.get):
-        if len(token) > 1:
-            first, second = merge_of(token, ranks)
-            merges.append((text(first), text(second)))
+    merges = [tuple(map(text, merge_of(token, ranks)))
+              for token in sorted(ranks, key=ranks.get) if len(token) > 1]
     tokenizer = Tokenizer(models.BPE({text(token): i for token, i in ranks.items()}, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # GPT-2's pattern
     tokenizer.decoder = decoders.ByteLevel()

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 import configurator
-from config.errors import UserError
+from config.errors import UserError, at_least
 from config.gpt_config import GPTConfig
 from config.schema import KV, MODEL
 from config.sizes import nice_bytes, parse_bytes
@@ -58,9 +58,7 @@ def describe_plan(saved: list[str], s) -> dict:
     config = saved_config(Path(saved[0])) if saved else GPTConfig(vocab_size=vocabulary(s))
     config = dataclasses.replace(config, **given)
     plan, T = plan_kv(config), s.max_seq_len or config.block_size
-    for name, value in (('max_seq_len', T), ('batch', s.batch)):
-        if value < 1:
-            raise UserError(f'{name}={value}: must be at least 1')
+    at_least(s, max_seq_len=0, batch=1)
 
     n = parameters(config, plan)
     sizes = {dtype: n * size for dtype, size in WEIGHT_BYTES.items()}

@@ -60,9 +60,7 @@ def matrices(config: GPTConfig, plan: KVPlan, layer: Layer) -> list[tuple[int, i
     and the two of the MLP, which may have biases; with latents also k_up and v_up, without."""
     C, M, read = config.n_embd, config.resolved_mlp_hidden, plan.n_head * plan.head_dim
     slot = plan.slots[layer.slot]
-    stored = slot.n_kv_head * slot.head_dim if layer.owns else 0  # of K, which may be V
-    if not slot.tied:
-        stored *= 2
+    stored = slot.n_kv_head * slot.width if layer.owns else 0
     ups = [(slot.head_dim, read)] * 2 if slot.latent else []
     return [(C, read + stored), (read, C), (C, M), (M, C), *ups]
 
@@ -87,8 +85,7 @@ def parameters(config: GPTConfig, plan: KVPlan) -> int:
 
 def attention_flops(plan: KVPlan, layer: Layer, tokens: int, before: int) -> int:
     """FLOPs of a layer's attention for `tokens` queries that follow `before` tokens: 4 * H * width
-    per query and visible key. Queries are multiplied with latents directly, so the width is D or
-    that of a latent."""
+    per query and visible key. Queries are multiplied with latents directly."""
     n_keys = total_keys(layer, before + tokens) - total_keys(layer, before)
     return 4 * plan.n_head * plan.slots[layer.slot].head_dim * n_keys
 
@@ -104,12 +101,9 @@ def total_keys(layer: Layer, n: int) -> int:
 
 def prefill_flops(config: GPTConfig, plan: KVPlan, tokens: int, before: int = 0,
                   trim: bool = True) -> int:
-    """FLOPs of a prefill of `tokens` tokens after `before` cached ones, with the last logits: 2
-    per weight and token, and `attention_flops`.
-
-    The last layer that stores K and V projects all tokens but computes the rest only for the last
-    token, and so do all layers after it. trim=False: every token in every layer.
-    """
+    """FLOPs of a prefill of `tokens` tokens after `before` cached ones, with the last logits. The
+    last layer that stores K and V projects all tokens, and computes the rest only for the last one.
+    trim=False: every token in every layer."""
     total = 2 * config.vocab_size * config.n_embd
     stop = plan.last_owner if trim else len(plan.layers)
     for layer in plan.layers:
@@ -122,8 +116,7 @@ def prefill_flops(config: GPTConfig, plan: KVPlan, tokens: int, before: int = 0,
 
 
 def read_nbytes(plan: KVPlan, batch: int, held: int, kv_dtype: str) -> int:
-    """Bytes that a decode step reads for `batch` sequences of length `held`, including the new
-    token: each layer reads its slot, shared or not."""
+    """Bytes of K and V that a decode step reads for `batch` sequences of length `held`."""
     return batch * sum(slot.capacity(held) * slot.position_nbytes(kv_dtype) * len(slot.layers)
                        for slot in plan.slots)
 

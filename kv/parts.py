@@ -4,8 +4,7 @@ import torch
 
 
 def parts_of(x: torch.Tensor) -> list[torch.Tensor]:
-    """Return the plain tensors of x, in order; [x] if x is one. (For a DTensor: the local
-    shard.)"""
+    """Return the plain tensors of x, in order; [x] if x is one. (Of a DTensor: the local shard.)"""
     if not hasattr(x, '__tensor_flatten__'):
         return [x]
     names, _ = x.__tensor_flatten__()

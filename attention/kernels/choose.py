@@ -33,9 +33,8 @@ def choose(kind: str, requested: str, device, dtype, head_dim: int, dropout_p: f
         UserError: if `requested` is not in BACKENDS or does not work here; the message says why.
     """
     if requested == 'auto':
-        available = (name for name in PREFERRED[kind]
-                     if not why_unavailable(name, device, dtype, head_dim, dropout_p, sink))
-        return next(available)
+        return next(name for name in PREFERRED[kind]
+                    if not why_unavailable(name, device, dtype, head_dim, dropout_p, sink))
     if requested not in BACKENDS:
         allowed = ', '.join(map(repr, BACKENDS))
         raise UserError(f'attention_backend={requested!r}: allowed are {allowed}')

@@ -45,9 +45,6 @@ class Tuning:
     num_stages: int = 3
 
 
-DEFAULT = Tuning()
-
-
 def _int8_to_bfloat16(shift: int) -> str:
     """PTX: of two int16 the lower (shift 0) or upper (8) bytes to bfloat16, exactly: 128 + the
     lower 7 bits, less 128 or, if the sign is set, 256. On one line: Inductor of torch 2.11 breaks
@@ -128,9 +125,11 @@ def _places(start, hi, b, page, TABLE, BLOCK_N: tl.constexpr, PAGE: tl.constexpr
 
 
 @triton.jit
-def _scores(q, q_odd, k, k_scale, scale, SCALES: tl.constexpr, DTYPE: tl.constexpr,
+def _scores(q, q_odd, k, k_scale, scale, q_pos, k_pos, held, window, ORDERED: tl.constexpr,
+            WINDOWED: tl.constexpr, SCALES: tl.constexpr, DTYPE: tl.constexpr,
             PRECISION: tl.constexpr):
-    """(BLOCK_M, BLOCK_N) scores of q (BLOCK_M, WIDTH) and keys (BLOCK_N, WIDTH)."""
+    """(BLOCK_M, BLOCK_N) scores of q (BLOCK_M, WIDTH) and keys (BLOCK_N, WIDTH); -inf for keys that
+    a query does not see."""
     scale = tl.cast(scale, tl.float32)  # Inductor of torch 2.11 passes float64
     if SCALES:
         even, odd = _apart(k, DTYPE)
@@ -139,12 +138,6 @@ def _scores(q, q_odd, k, k_scale, scale, SCALES: tl.constexpr, DTYPE: tl.constex
         s *= (k_scale.to(tl.float32) * scale)[None, :]
     else:
         s = tl.dot(q, tl.trans(k.to(DTYPE)), input_precision=PRECISION) * scale
-    return s
-
-
-@triton.jit
-def _hide(s, q_pos, k_pos, held, window, ORDERED: tl.constexpr, WINDOWED: tl.constexpr):
-    """Set the scores of keys that a query does not see to -inf."""
     seen = held[None, :]
     if ORDERED:
         distance = q_pos[:, None] - k_pos[None, :]
@@ -190,15 +183,6 @@ def _store(at, lse_at, acc, acc_odd, top, total, whole, of_row, n_splits, SCALES
     tl.store(lse_at, lse, mask=of_row)
 
 
-@triton.jit
-def _keys_of(split, n_blocks, first, n, S, BLOCK_N: tl.constexpr):
-    """The keys of a split of so many blocks: from the first of these numbers to before the
-    second."""
-    lo = first + split * n_blocks * BLOCK_N
-    # padding may count beyond S
-    return lo, tl.minimum(lo + n_blocks * BLOCK_N, tl.minimum(n, S))
-
-
 @triton.jit(do_not_specialize=['S', 'R', 'T', 'n_splits', 'of_split', 'window', 'table_width',
                                'cb', 'ch'])
 def _split(Q, K, V, K_SCALE, V_SCALE, KV_LENS, TABLE, OUT, LSE,
@@ -228,13 +212,13 @@ def _split(Q, K, V, K_SCALE, V_SCALE, KV_LENS, TABLE, OUT, LSE,
     n = tl.load(KV_LENS + b).to(tl.int32) if HAS_LENS else S
     q_pos = n - T + r % T  # the last T keys are the queries' own
     first = tl.maximum(n - T - window + 1, 0) // BLOCK_N * BLOCK_N if WINDOWED else 0
-    lo, hi = _keys_of(split, of_split, first, n, S, BLOCK_N)
+    lo = first + split * of_split * BLOCK_N
+    hi = tl.minimum(lo + of_split * BLOCK_N, tl.minimum(n, S))  # padding may count beyond S
     top = tl.full((BLOCK_M,), float('-inf'), tl.float32)
     total, acc = tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, WIDTH), tl.float32)
     acc_odd = acc
     cb, ch = (cb * 2, ch * 2) if PAIRS else (cb, ch)
-    if PAGE:
-        TABLE += b * table_width
+    TABLE = TABLE + b * table_width if PAGE else None
     next_page = _page_at(TABLE, lo, hi, PAGE) if ONE_PAGE else 0
     for start in range(lo, hi, BLOCK_N):
         page = next_page
@@ -248,8 +232,8 @@ def _split(Q, K, V, K_SCALE, V_SCALE, KV_LENS, TABLE, OUT, LSE,
         v_at = (V + (page * vb + h * vh) + place * vs)[:, None] + d[None, :]
         k = tl.load(k_at, mask=some, other=0)
         k_scale = tl.load(K_SCALE + of_scale, mask=wanted, other=0) if SCALES else None
-        s = _scores(q, q_odd, k, k_scale, scale, SCALES, DTYPE, PRECISION)
-        s = _hide(s, q_pos, k_pos, held, window, ORDERED, WINDOWED)
+        s = _scores(q, q_odd, k, k_scale, scale, q_pos, k_pos, held, window, ORDERED, WINDOWED,
+                    SCALES, DTYPE, PRECISION)
         p, top, total, fade = _weigh(s, top, total)
         v = tl.load(v_at, mask=some, other=0)
         v_scale = tl.load(V_SCALE + of_scale, mask=wanted, other=0) if SCALES else None
@@ -324,7 +308,7 @@ def split_blocks(n_programs: int, S: int, decoding: bool, block_n: int, num_warp
 
 
 def stored_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, table=None,
-                     window: int = 0, tuning: Tuning = DEFAULT) -> torch.Tensor:
+                     window: int = 0, tuning: Tuning = Tuning()) -> torch.Tensor:
     """`attention.cached.cached_attention` as one kernel (two, if the keys are split).
 
     Args:

@@ -29,8 +29,7 @@ def load_flash_attn():
         except Exception as e:  # e.g. built for a different torch version
             why = f'{type(e).__name__}: {e}'
             raise UserError(f'the flash-attn package cannot be imported: {why}') from e
-        adapted = _version_2 if choose.FLASH_ATTN_VERSION == 2 else _version_4
-        _flash_attn = adapted(flash_attn_func)
+        _flash_attn = _adapted(flash_attn_func, choose.FLASH_ATTN_VERSION)
     return _flash_attn
 
 
@@ -45,17 +44,12 @@ def varlen(q, k, v, window: int):
     return y.unflatten(0, (B, T)).transpose(1, 2)
 
 
-def _version_2(function):
-    def attend(q, k, v, window, dropout_p):
-        y = function(*(x.transpose(1, 2) for x in (q, k, v)), dropout_p=dropout_p, causal=True,
-                     window_size=(window - 1, 0) if window else (-1, -1))
-        return y.transpose(1, 2)
-    return attend
+def _adapted(function, version: int):
+    whole = (-1, -1) if version == 2 else (None, None)
 
-
-def _version_4(function):
     def attend(q, k, v, window, dropout_p):
-        y = function(*(x.transpose(1, 2) for x in (q, k, v)), causal=True,
-                     window_size=(window - 1, 0) if window else (None, None))
+        dropout = {'dropout_p': dropout_p} if version == 2 else {}  # version 4 has none
+        y = function(*(x.transpose(1, 2) for x in (q, k, v)), causal=True, **dropout,
+                     window_size=(window - 1, 0) if window else whole)
         return (y[0] if isinstance(y, tuple) else y).transpose(1, 2)
     return attend

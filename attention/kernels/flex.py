@@ -66,29 +66,26 @@ def with_own_code(function):
     return types.FunctionType(function.__code__.replace(), function.__globals__)
 
 
-def _flex_attention(q, k, v, mask, kernel_options):
+def _flex_attention(q, k, v, mask):
     from torch.nn.attention.flex_attention import flex_attention
-    gqa = q.size(1) != k.size(1)
-    return flex_attention(
-        q, k, v, block_mask=mask, enable_gqa=gqa, kernel_options=kernel_options)
+    # By default Inductor uses its decoding kernel for T < 128. In torch 2.11 to 2.13 that kernel
+    # has no valid configuration for some T (96 with 4 query heads per KV head), and compilation
+    # fails (pytorch #185349).
+    return flex_attention(q, k, v, block_mask=mask, enable_gqa=q.size(1) != k.size(1),
+                          kernel_options={'BACKEND': 'TRITON'})
 
 
-def flex_local_attention(q, k, v, window: int, compiled: bool = True, kernel_options=None):
+def flex_local_attention(q, k, v, window: int, compiled: bool = True):
     """Sliding-window self-attention with FlexAttention (CUDA; no dropout). Shapes as in
     `causal_attention`.
 
     compiled: False runs FlexAttention's eager form, which is how this path is tested on a CPU
     (forward only: it has no backward on CPU in torch 2.11 to 2.15).
-    kernel_options: passed to FlexAttention, e.g. {'BACKEND': 'FLASH'}.
     """
     mask = block_mask(q.size(2), window, q.device)
-    # By default Inductor uses its decoding kernel for T < 128. In torch 2.11 to 2.13 that kernel
-    # has no valid configuration for some T (96 with 4 query heads per KV head), and compilation
-    # fails (pytorch #185349).
-    kernel_options = {'BACKEND': 'TRITON', **(kernel_options or {})}
     if compiled and not torch.compiler.is_compiling():
         layouts = tuple((x.shape, x.stride(), x.dtype, x.device) for x in (q, k, v))
         attend = _compiled_flex_attention(layouts, window)
     else:  # compiled with the rest of the model
         attend = _flex_attention
-    return attend(q, k, v, mask, kernel_options)
+    return attend(q, k, v, mask)

@@ -24,7 +24,7 @@ class NormAndRotate(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight, r, cos, sin = ctx.saved_tensors
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        u = rotate_back(grad.to(cos.dtype), cos, sin).to(dtype)       # the gradient of z * w
+        u = rotate(grad.to(cos.dtype), cos, -sin).to(dtype)  # back: the gradient of z * w
         z = x.to(dtype) * r
         uz = u * z
         mean = (uz @ weight.to(dtype)).div_(x.size(-1))[..., None]
@@ -33,13 +33,9 @@ class NormAndRotate(torch.autograd.Function):
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Like `apply_rope`, but in the tables' dtype, without a rolled copy and without autograd."""
+    """Like `apply_rope`, but in the tables' dtype, without a rolled copy and without autograd. With
+    -sin it is the inverse, and also the gradient."""
     half, y = x.size(-1) // 2, x * cos
     y[..., :half].addcmul_(x[..., half:], sin[..., :half])
     y[..., half:].addcmul_(x[..., :half], sin[..., half:])
     return y
-
-
-def rotate_back(y: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate by the opposite angles: the inverse of `rotate`, and also its gradient."""
-    return rotate(y, cos, -sin)

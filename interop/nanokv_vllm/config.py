@@ -52,6 +52,5 @@ class NanoKVConfig(PretrainedConfig):
 
     def tied(self, layer: int) -> bool:
         """Whether the layer's K is its V."""
-        tied = self.field('kv_tied')
-        is_tied = tied == 'all' or tied == 'global' and not self.is_local(layer)
-        return is_tied or self.latent(layer) > 0
+        kinds = ('all',) if self.is_local(layer) else ('all', 'global')
+        return self.latent(layer) > 0 or self.field('kv_tied') in kinds

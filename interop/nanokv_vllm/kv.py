@@ -59,8 +59,7 @@ def compare(args) -> dict:
             found[name] = json.loads(done.stdout.splitlines()[-1])
             found['vllm'] = found[name].pop('vllm')
             settings = json.loads(Path(folder, 'config.json').read_text(encoding='utf-8'))
-            planned = account(settings, max_seq_len=tokens, kv_dtype=dtype)
-            found[name]['planned'] = planned['bytes']
+            found[name]['planned'] = account(settings, max_seq_len=tokens, kv_dtype=dtype)['bytes']
     for name in ('bytes_per_request', 'planned'):
         found[f'smaller_{name}'] = found['vanilla'][name] / found['ours'][name]
     return found

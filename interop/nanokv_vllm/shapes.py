@@ -26,9 +26,7 @@ def shapes(config: NanoKVConfig) -> dict[str, tuple[int, ...]]:
         add(f'{prefix}.ln_1', C)
         add(f'{prefix}.ln_2', C)
         latent = config.latent(layer)
-        own = (latent or n_kv_head * D) if owns else 0  # rows of K, which may be V
-        if not config.tied(layer):
-            own *= 2
+        own = (latent or n_kv_head * D) * (1 if config.tied(layer) else 2) if owns else 0
         add(f'{prefix}.attn.c_attn', n_head * D + own, C)
         add(f'{prefix}.attn.c_proj', C, n_head * D)
         add(f'{prefix}.mlp.c_fc', M, C)

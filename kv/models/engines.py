@@ -13,7 +13,7 @@ Sources: transformers 5.23 `cache_utils.py`; vLLM `v1/kv_cache_interface.py` and
 runs.
 """
 from collections import Counter
-from math import ceil
+from math import ceil, prod
 
 from kv.models.memory import CHUNK, FLOAT32_BYTES, NANOKV, WINDOW, Memory
 
@@ -54,8 +54,8 @@ def needed(memory: Memory, batch: int, length: int, kv_dtype: str, dtype: str) -
 
 def transformers(memory: Memory, batch: int, length: int, dtype: str, kind: str) -> int:
     """Bytes of the tensors in a DynamicCache after `length` tokens ('dynamic'; its windows hold
-    W - 1 positions), or in a StaticCache with max_cache_len=length ('static'). Convolutions hold
-    all columns of their kernel."""
+    W - 1 positions), or in a StaticCache of that length ('static'). Convolutions hold all columns
+    of their kernel."""
     total = 0
     for store in memory.stores:
         held = store.positions(length)
@@ -117,6 +117,6 @@ def llama_cpp(memory: Memory, batch: int, length: int, swa_full: bool = False) -
         held = cells
         if store.window and mixed:
             held = ceil(min(cells, store.window * batch + UBATCH) / CELLS) * CELLS
-        states = batch * FLOAT32_BYTES * sum(state.size for state in store.states)
+        states = batch * FLOAT32_BYTES * sum(prod(state.shape) for state in store.states)
         total += held * store.position_nbytes('float16') + states
     return total

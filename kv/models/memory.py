@@ -45,10 +45,6 @@ class State:
     spare: int = 0
     of_keys: bool = False
 
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
 
 @dataclass(frozen=True)
 class Store:
@@ -85,7 +81,7 @@ class Store:
             size, scale = KV_DTYPES[checked_dtype(kv_dtype if state.of_keys else dtype)]
             if state.float32 or scale:
                 size = FLOAT32_BYTES
-            total += size * (state.size + spare * state.spare * state.shape[0])
+            total += size * (math.prod(state.shape) + spare * state.spare * state.shape[0])
         return total
 
 
@@ -122,10 +118,8 @@ def memory_of_facts(config: dict) -> Memory:
         return value
     n_layer, n_head, heads = map(whole, ('num_hidden_layers', 'num_attention_heads',
                                          'num_key_value_heads'))
-    if config.get('head_dim') is None and model_type != 'qwen3':  # whose class has a default
-        width = whole('hidden_size') // n_head
-    else:
-        width = whole('head_dim')
+    divided = config.get('head_dim') is None and model_type != 'qwen3'  # whose class has a default
+    width = whole('hidden_size') // n_head if divided else whole('head_dim')
 
     window = config.get('sliding_window', model_type == 'mistral')  # whose class has one
     kinds = config.get('layer_types')

@@ -28,9 +28,9 @@ def flash(monkeypatch):
         def flash_attn_func(q, k, v, **how):
             calls.append((q.shape, k.shape, how))
             return (q, None) if version == 4 else q
-        make = {2: flash_attn._version_2, 4: flash_attn._version_4}[version]
         monkeypatch.setattr(choosing, 'FLASH_ATTN_VERSION', version)
-        monkeypatch.setattr(flash_attn, '_flash_attn', make(flash_attn_func))
+        monkeypatch.setattr(flash_attn, '_flash_attn',
+                            flash_attn._adapted(flash_attn_func, version))
         return calls
     monkeypatch.setattr(choosing, 'FLASH_ATTN_VERSION', 0)
     return install
