@@ -85,9 +85,8 @@ class Engine:
         speed_up_on_cpu(model)
         self.fast_decode = fast_decode(model, self.cache, captured)
         self.cache.chunks_in_cpp = isinstance(self.fast_decode, NativeDecode)
-        self.asynchronous = asynchronous
-        if asynchronous is None:
-            self.asynchronous = isinstance(self.fast_decode, CapturedDecode)
+        captures = isinstance(self.fast_decode, CapturedDecode)
+        self.asynchronous = captures if asynchronous is None else asynchronous
         self._flight: Flight | None = None           # sampled tokens that were not read yet
         self._read_at = 0.0                          # when the last ones were
         self.jobs: dict[int, Job] = {}              # unfinished requests, by number
@@ -327,8 +326,7 @@ class Engine:
             self._forward(parts, list(range(len(parts))))
         else:
             logits = self.fast_decode(self._ids_of(parts), [n for _, n in parts])
-            captured = isinstance(self.fast_decode, CapturedDecode)
-            self._sample(parts, logits, self.fast_decode.sample_rows if captured else None)
+            self._sample(parts, logits, getattr(self.fast_decode, 'sample_rows', None))
 
     def _forward(self, parts, rows) -> None:
         """parts: [(request or None, number of tokens)], one for each row."""

@@ -4,9 +4,10 @@
     page  0 1 2 3                                     `PageTable`, the same ids in the pool of every
     row   0 0 1 0    row 0 has pages [0, 1, 3]        global slot
 
-A row takes a page when it grows into it, and frees it on reset: PagedAttention (Kwon et al.
-2023).
+A row takes a page when it grows into it, and frees it on reset (PagedAttention, Kwon et al. 2023).
 """
+from collections.abc import Iterable
+
 import torch
 
 from attention.cached import TILE, cached_attention, kernel_takes
@@ -42,10 +43,11 @@ def table_attention(q, pool, table, kv_lens, sink=None):
     return cached_attention(q, *(copies[id(x)] for x in pool), kv_lens=kv_lens, sink=sink)
 
 
-def copy_row(store: KVStore, source: int, target: int) -> None:
-    """Copy row (or page) `source` of a store to `target`."""
-    for x in store.distinct(store.tensors):
-        x[target] = x[source]
+def copy_row(stores: list[KVStore], source: int, target: int) -> None:
+    """Copy row (or page) `source` of each store to `target`."""
+    for store in stores:
+        for x in store.distinct(store.tensors):
+            x[target] = x[source]
 
 
 class PagedKVCache(KVCache):
@@ -81,8 +83,7 @@ class PagedKVCache(KVCache):
 
     @property
     def row_stores(self) -> list[KVStore]:
-        rings = [store for store in self.stores if not isinstance(store, PagedStore)]
-        return [*rings, *self.states]
+        return [store for store in super().row_stores if not isinstance(store, PagedStore)]
 
     @property
     def held_nbytes(self) -> int:
@@ -100,12 +101,7 @@ class PagedKVCache(KVCache):
         return step
 
     def _make_room(self, step: Step) -> None:
-        jobs = zip(step.rows, step.starts, step.ends)
-        self._take_pages([job for job in jobs if job[1] < job[2]])
-
-    def _by_table(self, step: Step) -> bool:
-        """Whether rows attend to more than the chunk itself."""
-        return step.t == 1 or max(step.starts) > 0
+        self._take_pages(zip(step.rows, step.starts, step.ends))
 
     def _append(self, store: KVStore, new):
         step = self._step
@@ -152,8 +148,9 @@ class PagedKVCache(KVCache):
             return super()._attend(layer, q, self._after_blocks(store, appended), sink)
 
         by_kernel = kernel_takes(q, store.tensors[0], sink)
+        only_chunk = step.t > 1 and max(step.starts) == 0  # rows attend to nothing before it
         # plain torch would attend to first chunks row by row
-        if not (by_kernel and not step.uniform) and not self._by_table(step):
+        if only_chunk and (step.uniform or not by_kernel):
             return super()._attend(layer, q, appended, sink)
 
         self._block_table = self._block_table or self._table_of(step, layer.stride)
@@ -226,8 +223,7 @@ class PagedKVCache(KVCache):
         self._checked('move', [source, target])
         if source == target:
             return
-        for store in self.row_stores:
-            copy_row(store, source, target)
+        copy_row(self.row_stores, source, target)
         self._lengths[target] = self._lengths[source]
         self._forget([source])
         self._clean(self.table.move(source, target))
@@ -237,8 +233,7 @@ class PagedKVCache(KVCache):
         shared, and the last page is copied when either row writes to it."""
         self._checked('fork', [source, target])
         self.adopt(target, self.table.rows[source], self._lengths[source])
-        for store in self.row_stores:
-            copy_row(store, source, target)
+        copy_row(self.row_stores, source, target)
 
     def adopt(self, row: int, pages: list[int], length: int) -> None:
         """Set `row`, which must be empty, to `length` tokens in these pages, which other rows
@@ -253,8 +248,7 @@ class PagedKVCache(KVCache):
                 x[page, :, -(-n // pool.stride):] = 0
 
     def copy_page(self, source: int, target: int) -> None:
-        for pool in self.pools:
-            copy_row(pool, source, target)
+        copy_row(self.pools, source, target)
 
     def unpin(self, page: int) -> None:
         """Unpin a page, and free it unless a row uses it."""
@@ -266,13 +260,13 @@ class PagedKVCache(KVCache):
         nothing changes."""
         self._take_pages([(row, self._lengths[row], length)])
 
-    def _take_pages(self, jobs: list[tuple[int, int, int]]) -> None:
+    def _take_pages(self, jobs: Iterable[tuple[int, int, int]]) -> None:
         """Take pages for each (row, start, end), or raise OutOfPages and change nothing."""
         if not self.pools:  # no global layers
             return
         # in most decode steps, no job is left
-        jobs = [(row, start, end) for row, start, end in jobs
-                if end - start != 1 or not self.table.ready(row, start)]
+        jobs = [(row, start, end) for row, start, end in jobs if start < end
+                and not (end - start == 1 and self.table.ready(row, start))]
         needed, size = self.table.pages_needed(jobs), self.table.page_size
         self.table.ensure_free(needed, f'{needed} more pages of {size} positions are needed')
         for job in jobs:

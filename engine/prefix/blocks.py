@@ -5,7 +5,6 @@ every global slot, with key_offset), each as one buffer of the stored bytes.
 import bisect
 import hashlib
 import os.path
-from array import array
 from dataclasses import dataclass
 
 import torch
@@ -25,13 +24,8 @@ def allocated_nbytes(buffer: torch.Tensor | None) -> int:
     return 0 if buffer is None else buffer.untyped_storage().nbytes()
 
 
-def packed(tokens) -> bytes:
-    """Token ids as int32 bytes."""
-    return array('i', tokens).tobytes()
-
-
 def common_tokens(a: bytes, b: bytes) -> int:
-    """Number of leading tokens that two packed sequences share."""
+    """Number of leading tokens that two sequences, as int32 bytes, share."""
     return len(os.path.commonprefix((a, b))) // 4
 
 
@@ -53,13 +47,11 @@ class Children(dict):
         del self.order[bisect.bisect_left(self.order, tokens)]
 
     def nearest(self, tokens: bytes) -> list:
-        """[(number of common leading tokens, block)] of those with some, at most CANDIDATES, most
-        first."""
+        """[(number of common leading tokens, block)], most first: at most CANDIDATES, with some."""
         right = bisect.bisect_left(self.order, tokens)
         near = self.order[max(0, right - CANDIDATES):right][::-1]
         near += self.order[right:right + CANDIDATES]
-        found = [(common_tokens(other, tokens), self[other]) for other in near]
-        found = [(n, block) for n, block in found if n]
+        found = [(n, self[other]) for other in near if (n := common_tokens(other, tokens))]
         return sorted(found, key=lambda each: -each[0])[:CANDIDATES]
 
 
@@ -174,7 +166,8 @@ class BlockCopier:
     """Copies blocks of `size` positions (a page) out of a `PagedKVCache` and back into it.
     window: W of the local slots; 0 if there are none, or if windows differ: then rings are part of
     the states, and a row resumes only where one was saved. state_nbytes: size of the buffer that
-    `state` returns; 0 = rows have no states. page_nbytes: of the one that `page` returns."""
+    `state` returns; 0 = rows have no states. page_nbytes: of the one that `page` returns.
+    `put_page`, `put_local` and `put_state` write such a buffer back."""
 
     def __init__(self, cache: PagedKVCache):
         self.cache, self.size, self.copies = cache, cache.table.page_size, HostCopies(cache.device)
@@ -196,15 +189,10 @@ class BlockCopier:
 
     def page(self, page: int) -> torch.Tensor:
         """The contents of a page, (page_nbytes,) uint8."""
-        buffer = torch.empty(self.page_nbytes, dtype=torch.uint8, device=self.cache.device)
-        for x, copy in self._parts(buffer, self.cache.pools):
-            copy.copy_(x[page])
-        return self.copies.out(buffer)
+        return self._out(self.page_nbytes, self._parts, self.cache.pools, page)
 
     def put_page(self, page: int, buffer: torch.Tensor) -> None:
-        """Write a buffer returned by `self.page` to the given page."""
-        for x, copy in self._parts(self.copies.back(buffer), self.cache.pools):
-            x[page].copy_(copy)
+        self._back(buffer, self._parts, self.cache.pools, page)
 
     def n_in_ring(self, row: int, end: int) -> int:
         """How many of the last positions before `end` are in the rings of a row."""
@@ -215,45 +203,45 @@ class BlockCopier:
 
     def local(self, row: int, end: int, n: int) -> torch.Tensor:
         """The n positions before `end` of every ring, (local_nbytes(n),) uint8."""
-        buffer = torch.empty(self.local_nbytes(n), dtype=torch.uint8, device=self.cache.device)
-        for x, copy in self._ring_parts(buffer, row, end, n):
-            copy.copy_(x)
-        return self.copies.out(buffer)
+        return self._out(self.local_nbytes(n), self._ring_parts, row, end, n)
 
     def put_local(self, row: int, end: int, n: int, buffer: torch.Tensor, drop: int = 0) -> None:
-        """Write a buffer returned by `self.local` to the rings of a row, except for its last `drop`
-        positions."""
-        for x, copy in self._ring_parts(self.copies.back(buffer), row, end, n, drop):
-            x.copy_(copy)
+        """drop: how many of its last positions are not written."""
+        self._back(buffer, self._ring_parts, row, end, n, drop)
 
     def state(self, row: int) -> torch.Tensor:
         """The states of a row at its present length, (state_nbytes,) uint8."""
-        buffer = torch.empty(self.state_nbytes, dtype=torch.uint8, device=self.cache.device)
-        for x, copy in self._parts(buffer, self._states):
-            copy.copy_(x[row])
-        return self.copies.out(buffer)
+        return self._out(self.state_nbytes, self._parts, self._states, row)
 
     def put_state(self, row: int, buffer: torch.Tensor) -> None:
-        """Write a buffer returned by `self.state` to the states of a row."""
-        for x, copy in self._parts(self.copies.back(buffer), self._states):
-            x[row].copy_(copy)
+        self._back(buffer, self._parts, self._states, row)
+
+    def _out(self, nbytes, parts, *where):
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.cache.device)
+        for x, copy in parts(buffer, *where):
+            copy.copy_(x)
+        return self.copies.out(buffer)
+
+    def _back(self, buffer, parts, *where):
+        for x, copy in parts(self.copies.back(buffer), *where):
+            x.copy_(copy)
 
     def _ring_parts(self, buffer, row, end, n, drop=0):
         """Pair parts of the rings, which may wrap around, with views of the buffer."""
         spans = self.rings[0].spans(end - n, n - drop) if self.rings else []
-        for x, copy in self._parts(buffer, self.rings, n):
+        for x, copy in self._parts(buffer, self.rings, row, n):
             offset = 0
             for a, b in spans:
-                yield x[row, :, a:b], copy[:, offset:offset + b - a]
+                yield x[:, a:b], copy[:, offset:offset + b - a]
                 offset += b - a
 
-    def _parts(self, buffer, stores, n=0):
-        """Pair each tensor of the stores with its (Hkv, n, D or 1) view of the buffer; widest
-        elements first, so that views are aligned. n: 0 = all positions of the store."""
-        at = 0
+    def _parts(self, buffer, stores, at, n=0):
+        """Pair row (or page) `at` of each tensor with its (Hkv, n, D or 1) view of the buffer;
+        widest elements first, so that views are aligned. n: 0 = all positions of the store."""
+        start = 0
         tensors = [x for store in stores for x in store.distinct(store.tensors)]
         for x in sorted(tensors, key=lambda x: -x.element_size()):
             shape = x.size(1), n or x.size(2), x.size(3)
-            end = at + x.element_size() * shape[0] * shape[1] * shape[2]
-            yield x, buffer[at:end].view(x.dtype).view(shape)
-            at = end
+            end = start + x.element_size() * shape[0] * shape[1] * shape[2]
+            yield x[at], buffer[start:end].view(x.dtype).view(shape)
+            start = end

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from config.errors import UserError
-from config.files import is_ours, make_private, owner_only, private_folder
+from config.files import is_ours, make_private, private_folder
 from kv.parts import parts_of
 from kv.plan import LOCAL
 
@@ -93,8 +93,7 @@ class DiskTier:
         try:
             if any(x.is_pinned() for x in tensors.values()):
                 torch.cuda.synchronize()  # copies to the host may be pending
-            with open(temporary, 'x', opener=owner_only):
-                pass  # created here, since save_file would let others read it
+            temporary.touch(0o600, exist_ok=False)  # save_file would let others read it
             self.files.save_file(tensors, temporary, about | {'hash': _hash(about, tensors)})
             size = temporary.stat().st_size
             self._stamp(temporary)

@@ -13,7 +13,9 @@ kept at the ends of blocks.) *Anchors* are the positions where a request ended o
 Sources: prefix trees with LRU leaves (RadixAttention, Zheng et al. 2023), paged caches with hashed
 blocks (vLLM), caching between turns (Character.AI, "Optimizing AI Inference", 2024).
 """
-from engine.prefix.blocks import Block, Hit, allocated_nbytes, packed
+from array import array
+
+from engine.prefix.blocks import Block, Hit, allocated_nbytes
 from engine.pages.table import OutOfPages
 from engine.prefix.tree import BlockTree
 
@@ -68,8 +70,8 @@ class PrefixStore(BlockTree):
         return [(block, n) for n, block in (usable or found)[:1]]
 
     def _pieces(self, tokens) -> list[bytes]:
-        """The tokens block by block; the last piece may be shorter."""
-        data, width = packed(tokens), 4 * self.size
+        """The tokens block by block, as int32 bytes; the last piece may be shorter."""
+        data, width = array('i', tokens).tobytes(), 4 * self.size
         return [data[i:i + width] for i in range(0, len(data), width)]
 
     def chunk_ends(self, hit: Hit, length: int) -> list[int]:
@@ -95,8 +97,7 @@ class PrefixStore(BlockTree):
 
     def restore(self, row: int, hit: Hit) -> Block:
         """Fill an empty row with the tokens of the hit. Returns its last complete block, or the
-        root. Raises OutOfPages if the pool has no room for pages from the host; the row still
-        has no tokens then."""
+        root. Raises OutOfPages, before the row has tokens, if there is no room for host pages."""
         base = hit.blocks[-1] if hit.blocks else hit.root
         last, offset = hit.part or base, hit.length - (hit.part or base).start
         # Parts may overlap in the ring: the newest is written last. Making room may drop them.
@@ -105,15 +106,12 @@ class PrefixStore(BlockTree):
         if offset:
             last.anchors[offset] = last.anchors.get(offset, 0) + 1
         self._touch(last)
-        base.users += 1
         last.users += 1  # so that making room does not evict it
         try:
             pages = self._to_pool(hit) if self.cache.pools else []
-        except OutOfPages:
-            base.users -= 1
-            raise
         finally:
             last.users -= 1
+        base.users += 1
         self.cache.adopt(row, pages, hit.length)
         if last.state is not None:
             self.copier.put_state(row, last.state)

@@ -41,8 +41,7 @@ class BlockTree:
         self.table, self.copier = self.cache.table, BlockCopier(self.cache)
         self.size, self.lookback = self.table.page_size, self.copier.window
         # whether a row can resume amid blocks, not only at ends of blocks and requests
-        self.anywhere = not self.copier.state_nbytes and (
-            not self.lookback or self.copier.window >= self.size)
+        self.anywhere = not (self.copier.state_nbytes or 0 < self.lookback < self.size)
         self.roots, self.nbytes = {}, 0  # roots: by salt
         self.blocks: OrderedDict[Block, None] = OrderedDict()  # least recently used first
         self._clock = itertools.count(1)
@@ -58,9 +57,7 @@ class BlockTree:
 
     def root(self, salt: bytes) -> Block:
         """The root of the tree of the requests with this salt."""
-        if salt not in self.roots:
-            self.roots[salt] = Block(b'', None, salt)
-        return self.roots[salt]
+        return self.roots.setdefault(salt, Block(b'', None, salt))
 
     def _resumable(self, block, n) -> bool:
         """Whether a row can resume after the first n tokens of `block`: the local parts include all
@@ -132,8 +129,7 @@ class BlockTree:
         """Drop the local parts in a window that no anchor needs."""
         for block, *_ in window:
             if block.local is not None and not self._has_anchor(block):
-                if self.disk:
-                    self._to_disk(block)
+                self._to_disk(block)
                 self._set_local(block, None, 0)
 
     def _thin(self, end) -> None:
@@ -185,12 +181,10 @@ class BlockTree:
                 self._evict(leaf)
 
     def _evict(self, block) -> None:
-        """Remove a leaf, and the blocks before it back to the last one that a row can resume
-        after."""
+        """Remove a leaf, and the blocks before it back to one that a row can resume after."""
         while True:
             parent = block.parent
-            if self.disk:
-                self._to_disk(block)
+            self._to_disk(block)
             self._remove(block)
             self.stats.evicted += 1
             if block.anchors:
@@ -234,16 +228,13 @@ class BlockTree:
             if block is not None:
                 return block
             block = Block(piece[:n], parent)
-            found = self.disk.read(block)
-            if found is not None:
-                break
-        else:
-            return None
-        block.copy, block.local, block.state, block.n_local = found
-        block.saved, block.saved_state = block.n_local, block.state is not None
-        self._insert(block)
-        self._touch(block)
-        return block
+            if found := self.disk.read(block):
+                block.copy, block.local, block.state, block.n_local = found
+                block.saved, block.saved_state = block.n_local, block.state is not None
+                self._insert(block)
+                self._touch(block)
+                return block
+        return None
 
     def _local_from_disk(self, block, n) -> None:
         """Read the local parts that were dropped, and that resuming after n tokens of it takes."""
@@ -253,12 +244,13 @@ class BlockTree:
                 self._set_local(each, found[1], found[3])
 
     def _to_disk(self, block) -> None:
-        in_pool = block.copy is None and block.page >= 0
-        self.disk.write(block, self.copier.page(block.page) if in_pool else block.copy)
+        if self.disk:
+            in_pool = block.copy is None and block.page >= 0
+            self.disk.write(block, self.copier.page(block.page) if in_pool else block.copy)
 
     def close(self) -> None:
         """Write all blocks to disk, if there is one."""
-        for block in self.blocks if self.disk else ():
+        for block in self.blocks:
             self._to_disk(block)
 
     def recover(self) -> None:

@@ -132,8 +132,7 @@ def present(given: dict) -> dict:
 
 
 def encodable(value):
-    """JSON with U+FFFD in place of each half of a surrogate pair, which JSON can encode but UTF-8
-    cannot."""
+    """JSON with U+FFFD for each half of a surrogate pair, which JSON can encode, UTF-8 cannot."""
     if isinstance(value, str):
         return SURROGATE.sub('\ufffd', value)
     if isinstance(value, list):

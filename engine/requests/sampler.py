@@ -48,9 +48,7 @@ def lowest_kept(logits, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) 
     """
     on_cpu, lowest = is_on_cpu(logits), kth_largest(logits, top_k)
     if top_p < 1:
-        ordered = logits.clone() if on_cpu else logits.sort().values
-        if on_cpu:
-            ordered.numpy().sort()  # in place
+        ordered = torch.from_numpy(np.sort(logits.numpy())) if on_cpu else logits.sort().values
         probs = ordered.masked_fill(ordered < lowest, -torch.inf) if top_k else ordered
         n_dropped = (probs.softmax(-1).cumsum_(-1) <= 1 - top_p).sum(-1, keepdim=True)
         lowest = ordered.gather(-1, n_dropped.clamp(max=logits.size(-1) - 1))
@@ -62,9 +60,7 @@ def lowest_kept(logits, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) 
 def sample_generators(seed: int, count: int, device: torch.device) -> list[torch.Generator]:
     """Make generators for `generate.Sampler`, the k-th seeded with `sample_seed(seed, k)`. Sample 0
     equals nanoGPT's: on CPU its generator copies the current state of the global RNG."""
-    generators = [torch.Generator(device) for _ in range(count)]
-    for k, generator in enumerate(generators):
-        generator.manual_seed(sample_seed(seed, k))
+    generators = [torch.Generator(device).manual_seed(sample_seed(seed, k)) for k in range(count)]
     if device.type == 'cpu':
         generators[0].set_state(torch.get_rng_state())
     return generators
@@ -159,9 +155,8 @@ def sample_rows(logits: torch.Tensor, rows: list[SampleRow], at: list[int] | Non
             index = on_device(group, scores.device)
             tokens[index] = _draw(scores[index], [rows[b] for b in group], *restriction)
     tokens = tokens.where(good[:, 0], -1)
-    logprobs = [None if row.params.logprobs < 0 else _logprobs(raw[b], int(tokens[b]),
-                                                               row.params.logprobs)
-                for b, row in enumerate(rows)]
+    logprobs = [_logprobs(raw[b], int(tokens[b]), row.params.logprobs)
+                if row.params.logprobs >= 0 else None for b, row in enumerate(rows)]
     if tokens.device != logits.device:
         tokens = tokens.to(logits.device)
     return Drawn(tokens, logprobs)

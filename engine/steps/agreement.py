@@ -46,9 +46,8 @@ def agrees(model, cache, make_decode) -> bool:
              and not isinstance(model.lm_head, QuantizedLinear))
     share = 1e-3 if exact else 0.1
     windows = {slot.window for slot in model.plan.slots if slot.kind == LOCAL}
-    lengths = {0, 9}
-    for window in windows:
-        lengths |= {window - 1, 2 * window - 2}  # the ring wraps after a token, and again
+    # a ring wraps after a token, and again
+    lengths = {0, 9, *(times * (window - 1) for window in windows for times in (1, 2))}
 
     def nbytes(n_rows, length):
         return model.plan.nbytes(n_rows, length + N_STEPS, cache.kv_dtype)

@@ -72,9 +72,8 @@ class CapturedDecode:
             fuse(model)
         self._steps = {}   # number of rows -> _Step
         self._pool = None  # memory that all graphs share: one runs at a time
-        self._stream = None
-        if capture and model.device.type == 'cuda':
-            self._stream = torch.cuda.Stream(model.device)
+        on_cuda = capture and model.device.type == 'cuda'
+        self._stream = torch.cuda.Stream(model.device) if on_cuda else None
         self._last = None, None  # logits of the last call, and its step
 
     @torch.inference_mode()
@@ -82,14 +81,13 @@ class CapturedDecode:
         """Append tokens (n, 1) to rows 0 .. n - 1, or only to those with lens[b] = 1; the logits of
         the remaining rows are undefined. Returns (n, V) logits, overwritten by the next call.
         Raises UserError if a row is full."""
-        n = len(tokens)
-        rows = [row for row in range(n) if lens is None or lens[row]]
-        lengths = self.cache.lengths.tolist()
+        n, lengths = len(tokens), self.cache.lengths.tolist()
+        lens = [1] * n if lens is None else lens
         step = self._step_for(n)
-        step.static.set([lengths[row] if lens is None or lens[row] else None for row in range(n)])
+        step.static.set([length if appends else None for length, appends in zip(lengths, lens)])
         step.tokens[:n].copy_(tokens, non_blocking=True)
         logits = step.run()
-        step.static.advance(rows)
+        step.static.advance([row for row in range(n) if lens[row]])
         self._last = logits[:n], step
         return self._last[0]
 
@@ -155,8 +153,7 @@ class _Step:
         return self.logits
 
     def sample(self, rows, at):
-        """Sample from the logits of the last run: (size,) tokens, those of `rows` in places `at`.
-        """
+        """Sample from the last run's logits: (size,) tokens, those of `rows` in places `at`."""
         if not any(row.params.temperature for row in rows):
             return self._greedy.run()
         numbers = [[0.0] * len(self.tokens) for _ in range(2)]

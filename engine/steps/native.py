@@ -30,9 +30,8 @@ def native_decode(model: GPT, cache: KVCache) -> 'NativeDecode | None':
     those of model.py, which may have been modified."""
     if not runs_here(model, cache) or native.library() is None:
         return None
-    if unsupported(model, cache):
-        note_once(f'the C++ decode step does not support {unsupported(model, cache)}: plain torch '
-                  'decodes')
+    if setting := unsupported(model, cache):
+        note_once(f'the C++ decode step does not support {setting}: plain torch decodes')
         return None
     if not agrees(model, cache, functools.partial(NativeDecode, model)):
         note_once('the C++ decode step (engine/native/decode.cpp) gives other logits than '
@@ -83,16 +82,14 @@ class NativeDecode:
     def __call__(self, tokens: torch.Tensor, lens: list[int] | None = None) -> torch.Tensor:
         """Append tokens (n, 1) to rows 0 .. n - 1, or only to those with lens[b] = 1; the logits of
         the remaining rows are undefined. Returns (n, V) float32 logits, overwritten by the next
-        call. Raises UserError if a row is full, IndexError if a token is outside the vocabulary.
-        """
+        call. Raises UserError if a row is full, IndexError if a token is outside the vocabulary."""
         n, ids = len(tokens), tokens[:, 0].numpy()
         if ids.min() < 0 or ids.max() >= self.vocab_size:
             raise IndexError(f'tokens {ids.tolist()}: the model has 0 to {self.vocab_size - 1}')
         step = self.cache.begin(1, lens, range(n))
         rows = [row for row in step.rows if step.lens[row]]
-        logits = found = self._logits[:n]
-        if len(rows) < n:
-            found = torch.empty(len(rows), self.vocab_size)
+        logits = self._logits[:n]
+        found = logits if len(rows) == n else torch.empty(len(rows), self.vocab_size)
         if rows:
             starts = [step.starts[row] for row in rows]
             self._run(ids[rows], rows, starts, [0] * len(rows), range(len(rows)), found)
@@ -102,8 +99,7 @@ class NativeDecode:
         return logits
 
     @torch.inference_mode()
-    def extend(self, texts: list[list[int]], rows: list[int],
-               wanted: list[bool]) -> torch.Tensor:
+    def extend(self, texts: list[list[int]], rows: list[int], wanted: list[bool]) -> torch.Tensor:
         """Append texts[b], at least one token, to row rows[b]. Returns (n, V) float32 logits after
         the last token of each text that is wanted, overwritten by the next call. Errors are as in a
         decode step."""

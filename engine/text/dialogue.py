@@ -1,5 +1,4 @@
-"""A conversation as text: turns formatted with a template, their token ids, and branches. No torch
-here.
+"""A conversation as text: turns by a template, their token ids, and branches. No torch here.
 
     turn = '{name}.\n{text}\n\n'    ROMEO.         a prompt is all turns, then the start of the next
                                     She speaks.    one; what follows {text} ends a reply
@@ -23,6 +22,7 @@ class Template:
     """The format of a turn: '{name}', then '{text}', each once, then the end of the turn.
     Raises UserError if it has any other form."""
     turn: str
+    end: str = field(init=False)  # the template after the text
 
     def __post_init__(self):
         try:
@@ -34,16 +34,12 @@ class Template:
             raise UserError(f'turn={self.turn!r}: must have {{name}} and then {{text}}, each once, '
                             'and end with something that a text does not have in it, as '
                             "'{name}:\\n{text}\\n\\n'")
-        object.__setattr__(self, '_pieces', [literal for literal, *_ in pieces])
+        literals = [literal for literal, *_ in pieces]
+        self.__dict__.update(_literals=literals, end=literals[2])  # the dataclass is frozen
 
     def head(self, name: str) -> str:
         """The template up to the text."""
-        return self._pieces[0] + name + self._pieces[1]
-
-    @property
-    def end(self) -> str:
-        """The template after the text."""
-        return self._pieces[2]
+        return self._literals[0] + name + self._literals[1]
 
 
 @dataclass
@@ -81,7 +77,7 @@ class Dialogue:
         head, end = self.template.head(name), self.template.end
         if not text.strip():
             raise UserError('the message is empty')
-        text = _with_newlines(text)
+        text = text.replace('\r\n', '\n')
         if not self.strict and end in (head + text + end)[:-1]:
             lines = [line for line in text.splitlines() if line.strip()]
             text = (' ' if end == '\n' else '\n').join(lines)
@@ -95,7 +91,7 @@ class Dialogue:
         the end of a turn in it. Raises UserError if it has characters that are not in the
         alphabet."""
         end = self.template.end
-        text = _with_newlines(text).removesuffix(end)
+        text = text.replace('\r\n', '\n').removesuffix(end)
         self.turns.append(Turn('', text, self._encoded(text + end)))
 
     def _encoded(self, text):
@@ -158,8 +154,7 @@ class Dialogue:
         self.branch = name
 
     def save(self, path: Path) -> None:
-        """Write JSON, atomically, which only its owner can read. Raises UserError if it cannot be
-        written."""
+        """Write JSON, atomically, for its owner alone. Raises UserError if it cannot be written."""
         document = {'version': VERSION, 'turn': self.template.turn, 'branch': self.branch,
                     'trimmed': self.trimmed, 'branches': self.branches}
         try:
@@ -199,10 +194,6 @@ class Dialogue:
                 OverflowError) as e:
             raise UserError(f'{path} is not a conversation that can be read: '
                             f'{type(e).__name__}: {e}') from e
-
-
-def _with_newlines(text: str) -> str:
-    return text.replace('\r\n', '\n')
 
 
 def longest_context(config) -> int:

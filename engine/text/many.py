@@ -21,8 +21,7 @@ ROWS = 16  # default number of concurrent requests
 
 def fitted(model, lines: list[PromptLine], budget: int, kv_dtype: str) -> list[PromptLine]:
     """Return the lines with limits applied: texts end where learned positions do. A line that
-    cannot run gets an error, e.g. if it needs more than `budget` bytes of KV memory by itself.
-    """
+    cannot run gets an error, e.g. if it needs more than `budget` bytes of KV memory by itself."""
     def fit(line):
         longest, n_prompt = line.params.max_new_tokens, len(line.ids)
         if model.rotary is None:
@@ -45,8 +44,7 @@ def fitted(model, lines: list[PromptLine], budget: int, kv_dtype: str) -> list[P
 def make_engine(model, tokenizer, lines: list[PromptLine], num_samples: int, rows: int, budget: int,
                 kv_dtype: str, prefix_budget: int = 0, captured: bool = True) -> Engine:
     """Make an engine that fits the longest line without an error. rows: concurrent requests; 0 = up
-    to ROWS, but fewer if there are fewer requests or the budget is too small for all windows.
-    """
+    to ROWS, but fewer if there are fewer requests or the budget is too small for all windows."""
     lengths = [len(line.ids) + line.params.max_new_tokens for line in lines if not line.error]
     max_seq_len = max(lengths, default=1)
     if model.rotary is None:

@@ -132,8 +132,7 @@ def totals(plan, max_seq_len, kv_dtype, length, speed, recomputes) -> str:
 
 
 def last_lines(text: str, width: int, n: int) -> list[str]:
-    """Return the last n lines of `text`, wrapped as a terminal does, with control characters
-    escaped."""
+    """Return the last n lines of `text`, wrapped as in a terminal, control characters escaped."""
     lines = []
     for line in text.split('\n')[-n:]:
         visible = ''.join(c if c.isprintable() else repr(c)[1:-1] for c in line.expandtabs())

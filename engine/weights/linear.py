@@ -1,5 +1,4 @@
-"""Linear layers on a CPU, fast for the few rows of a decode step, and in bfloat16 for many; and
-GELU."""
+"""Linear layers on a CPU, fast for the few rows of a decode step, in bfloat16 for many; GELU."""
 import ctypes
 import functools
 import statistics
@@ -22,16 +21,13 @@ class FewRowsLinear(nn.Linear):
     `few_rows` rows, where it is faster, and `by_torch` for more."""
 
     def forward(self, x):
-        if torch.compiler.is_compiling() or not self._suits(x):
-            return F.linear(x, self.weight, self.bias)
+        w, plain = self.weight, torch.compiler.is_compiling() or torch.is_grad_enabled()
+        if (plain or type(w) is not nn.Parameter or w.dtype not in native.DTYPES
+                or w.device.type != 'cpu' or x.dtype != w.dtype or x.size(-1) % 8):
+            return F.linear(x, w, self.bias)
         if x.numel() <= few_rows(x.dtype) * x.size(-1):
             return by_extension(describe(self), x).to(x.dtype)
-        return by_torch(x, self.weight, self.bias)
-
-    def _suits(self, x):
-        w = self.weight
-        return (type(w) is nn.Parameter and w.dtype in native.DTYPES and w.device.type == 'cpu'
-                and x.dtype == w.dtype and not torch.is_grad_enabled() and x.size(-1) % 8 == 0)
+        return by_torch(x, w, self.bias)
 
 
 class FastGELU(nn.GELU):
