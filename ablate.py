@@ -72,14 +72,13 @@ def train_all(ladder, results, argv, only) -> int:
     devices = [name.strip() for name in (s.devices or s.device).split(',')]
     for name in devices:
         pick_device(name)
+    failed = 0
     # rows with converted weights after the rows they come from
     for depth in sorted({ladder.depth(row) for row in ladder.rows.values()}):
-        jobs = {run: job for run, job in jobs_of(ladder, results, argv, only).items()
-                if ladder.depth(run[0]) == depth}
-        errors = run_jobs(list(jobs.values()), devices, s.jobs) if jobs else {}
-        results.failures |= {(row.name, seed): errors[job.name]
-                             for (row, seed), job in jobs.items() if job.name in errors}
-    return len(results.failures)
+        jobs = [job for run, job in jobs_of(ladder, results, argv, only).items()
+                if ladder.depth(run[0]) == depth]
+        failed += len(run_jobs(jobs, devices, s.jobs)) if jobs else 0
+    return failed
 
 
 def chosen(ladder) -> set:

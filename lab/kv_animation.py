@@ -27,14 +27,10 @@ STYLE = """text {{ font: 12px ui-monospace, monospace; fill: {ink}; white-space:
 """
 
 
-def percent(length: int) -> str:
-    """The share of the animation at which the cache holds `length` tokens."""
-    return f'{100 * TOKEN_SECONDS * (length - PROMPT) / SECONDS:.3f}%'
-
-
 def keyframes(name: str, steps: dict[int, str]) -> str:
     """CSS: from each length on, the element has these properties. Without motion, the last."""
-    body = ' '.join(f'{percent(length)} {{ {css} }}' for length, css in steps.items())
+    body = ' '.join(f'{100 * TOKEN_SECONDS * (length - PROMPT) / SECONDS:.3f}% {{ {css} }}'
+                    for length, css in steps.items())
     return (f'@keyframes {name} {{ {body} }}\n.{name} {{ animation: {name} {SECONDS}s step-end '
             f'infinite; {list(steps.values())[-1]} }}')
 

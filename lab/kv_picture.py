@@ -1,9 +1,7 @@
 """Plot the KV bytes of one sequence by length in GPT-2's shape, from the plan's arithmetic.
 
-    python -m lab.kv_picture                   # writes results/kv/kv_bytes.png
-    python -m lab.kv_picture FILE              # .png, .svg or .pdf
+    python -m lab.kv_picture       # writes results/kv/kv_bytes.png
 """
-import argparse
 from pathlib import Path
 
 from config.gpt_config import GPTConfig
@@ -13,7 +11,7 @@ from kv.plan import plan_kv
 from training.plotting import COLOURS, context_axes, label_line_ends, save, subplots
 
 CONTEXTS = [2 ** k for k in range(8, 16)]
-RESULTS = Path(__file__).resolve().parents[1] / 'results'
+PICTURE = Path(__file__).resolve().parents[1] / 'results' / 'kv' / 'kv_bytes.png'
 # each row adds to the one above: model settings, and the storage of K and V
 STEPS = {
     'vanilla GPT-2': ({}, 'bfloat16'),
@@ -36,10 +34,7 @@ def kv_bytes() -> dict[str, list[int]]:
     return found
 
 
-def main(argv=None):
-    parser = argparse.ArgumentParser(prog='python -m lab.kv_picture')
-    parser.add_argument('file', nargs='?', type=Path, default=RESULTS / 'kv' / 'kv_bytes.png')
-    path = parser.parse_args(argv).file
+def main(path: Path = PICTURE):
     rows = kv_bytes()
     vanilla = max(each[-1] for each in rows.values())
     with subplots(figsize=(8, 4.6)) as (figure, axis):

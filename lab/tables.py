@@ -26,23 +26,12 @@ class Table:
         return '\n'.join([line(self.columns), f"|{'|'.join(rules)}|", *map(line, self.rows)])
 
     def print(self, console) -> None:
-        """Print the title and table on a rich Console. If the table is too wide, text is wrapped;
-        trailing columns that still do not fit are omitted, and their names are printed."""
-        from rich.table import Table as RichTable
+        """Print the title and table on a rich Console. If the table is too wide, text is wrapped
+        between words."""
+        from rich.markup import escape
         from rich.text import Text
 
-        from kv.console import print_table
+        from kv.console import print_table, table_of
         console.print(Text(f'\n{self.title}', style='bold'), soft_wrap=True)
-        least = [max(len(word) for text in column for word in text.split() or [''])
-                 for column in zip(self.columns, *self.rows)]  # characters
-        shown = len(self.columns)
-        while shown > 2 and sum(least[:shown]) + 2 * (shown - 1) > console.width:
-            shown -= 1
-        table = RichTable(box=None, pad_edge=False, header_style='bold')
-        for name in self.columns[:shown]:
-            table.add_column(Text(name), justify='left' if name in self.left else 'right')
-        for row in self.rows:
-            table.add_row(*map(Text, row[:shown]))
-        print_table(console, table)
-        if omitted := self.columns[shown:]:
-            console.print(Text(f"(no room for: {', '.join(omitted)})"), soft_wrap=True)
+        rows = [[escape(cell) for cell in row] for row in self.rows]
+        print_table(console, table_of(self.columns, rows, self.left, wrap=self.columns))

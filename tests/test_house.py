@@ -21,20 +21,20 @@ ROOT = Path(__file__).resolve().parents[1]
 CORE_TOKENS = 16_276
 
 # The largest number of lines of Python in each room. A change that makes a room smaller lowers its
-# number. These are the sizes of today; the aim is 24,000 lines without tests, 22,500 of tests.
+# number. These are the sizes of today; the aim is 25,000 lines without tests, 22,500 of tests.
 BUDGETS = {
-    'train.py sample.py chat.py serve.py ablate.py bench.py': 1_025,
-    'lab/': 6_892,
+    'train.py sample.py chat.py serve.py ablate.py bench.py': 1_024,
+    'lab/': 6_694,
     'serving/': 1_360,
-    'interop/': 1_811,
-    'training/': 4_259,
+    'interop/': 1_797,
+    'training/': 4_137,
     'extension/': 91,
-    'engine/': 5_166,
-    'attention/': 882,  # without the core, like kv/
-    'kv/': 1_397,
-    'data/': 2_587,
-    'config/ configurator.py': 2_104,
-    'tests/': 26_315,
+    'engine/': 5_113,
+    'attention/': 852,  # without the core, like kv/
+    'kv/': 1_381,
+    'data/': 2_492,
+    'config/ configurator.py': 2_092,
+    'tests/': 26_289,
 }
 house = pytest.mark.house
 

@@ -28,7 +28,8 @@ class FusedAttention(CausalSelfAttention):
         rounds_only = self.kv_quant_train == 'int8' and cache.kv_dtype != 'int8'
         wide = x.dtype == torch.float64 or cache.kv_dtype == 'float64'
         slot = self.slot
-        plain = self.sink is self.gate is None and not (slot.tied or slot.offset or cache.kv_dtype == 'int4')
+        other = self.sink is not None or self.gate is not None or slot.tied or slot.offset
+        plain = not other and cache.kv_dtype != 'int4'
         return (plain and triton_usable(x.device) and self.head_dim % 2 == 0 and not rounds_only
                 and not wide)
 

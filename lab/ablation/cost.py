@@ -1,15 +1,11 @@
 """The cost of running each row, regardless of what it has learned: bytes of KV, and the speed of
 decoding, prefill and training."""
-import contextlib
 import dataclasses
 import functools
 import gc
-import io
-import sys
 
 import torch
 
-from config.errors import UserError
 from engine.weights.quantize import quantize_weights
 from kv.cache import KVCache
 from kv.plan import plan_kv
@@ -31,9 +27,6 @@ from training.recompute import set_recompute
 STEPS = 16  # tokens timed in a round
 REFERENCE = 'bfloat16'  # the storage assumed for 'auto'; vanilla GPT-2 is always counted with it
 GIGABYTE = 10 ** 9
-FAILURES = UserError, MemoryError, RuntimeError  # RuntimeError: out of memory, on a CPU or a GPU
-TITLES = {'decode': 'decoding at {:,} tokens, batch {}', 'prefill': 'prompts of {:,} tokens',
-          'train': 'training steps'}
 # keys of train.py, besides the model's, that change the work of a training step
 STEP = ('batch_size', 'recompute', 'chunked_loss', 'optimizer', 'offload_optimizer',
         'int8_training')
@@ -101,22 +94,20 @@ class Speed:
 
     def measure(self) -> dict:
         """Return the machine and `cells`: for each row in `rows` the milliseconds per token
-        (decode) or prompt (prefill), or the tokens per second (train), or `error` where it failed,
-        such as with a cache larger than the memory."""
+        (decode) or prompt (prefill), or the tokens per second (train)."""
         self.device = pick_device((self.s.devices or self.s.device).split(',')[0].strip())
         self.dtype = pick_dtype(self.dtype_name, self.device)
         torch.manual_seed(0)
         measures = {'decode': self._decode, 'prefill': self._prefill, 'train': self._train}
         cells = []
-        for k, (kind, context, batch) in enumerate(self.todo, 1):
-            title = TITLES[kind].format(context, batch)
-            print(f'timing {k} of {len(self.todo)}: {title}', file=sys.stderr, flush=True)
+        for kind, context, batch in self.todo:
             if kind == 'train':
                 self.models.clear()  # no longer needed
             keys = self.trains_as if kind == 'train' else self.decodes_as
             sides = {key: functools.partial(measures[kind], key, context, batch)
                      for key in keys.values()}
-            found = self._alternate(sides, title)
+            rounds = clock.alternate(sides, self.s.repeats, f"{kind} {context or ''}")
+            found = {key: clock.summary(each) for key, each in rounds.items()}
             cells.append({'kind': kind, 'context': context, 'batch': batch,
                           'rows': {name: found[key] for name, key in keys.items()}})
         return {'device': device_name(self.device), 'processor': processor(),
@@ -124,18 +115,6 @@ class Speed:
                 'dtype': str(self.dtype).removeprefix('torch.'), 'steps': STEPS,
                 'repeats': self.s.repeats, 'shape': self.s.shape, 'core': core_digest(),
                 'fingerprint': self.fingerprint, 'cells': cells}
-
-    def _alternate(self, sides: dict, title: str) -> dict[str, dict]:
-        """Return key -> summary of the rounds, or {'error': ...} if a first call fails."""
-        failed = {}
-        for key, side in list(sides.items()):
-            try:
-                side()
-            except FAILURES as e:
-                failed[key] = {'error': ' '.join(str(e).split()) or type(e).__name__}
-                del sides[key]
-        rounds = clock.alternate(sides, self.s.repeats, title)
-        return failed | {key: clock.summary(each) for key, each in rounds.items()}
 
     def _decode(self, key, context: int, batch: int) -> float:
         """Allocate a cache, which is freed again so that only one exists at a time; ms/token."""
@@ -166,8 +145,7 @@ class Speed:
             set_recompute(model, 'none' if s.recompute == 'auto' else s.recompute)
             model.loss_fn = linear_cross_entropy if s.chunked_loss else None
             if s.int8_training:
-                with contextlib.redirect_stdout(io.StringIO()):
-                    train_in_int8(model)
+                train_in_int8(model)
             if native.wanted(s, self.device):
                 native.speed_up(model)
             self.models[key] = TrainingSteps(

@@ -1,5 +1,4 @@
 """Run several training jobs at once, each in its own processes that can be stopped and resumed."""
-import contextlib
 import os
 import signal
 import subprocess
@@ -10,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from rich import progress
-from rich.console import Console
 
 from config.files import regular_only
 from lab.ablation.results import ROOT
@@ -51,9 +48,7 @@ class Job:
         if status == 0:
             return ''
         if status < 0:
-            name = signal.Signals(-status).name
-            hint = ' (was there too little memory?)' if name == 'SIGKILL' else ''
-            return f'killed by {name}{hint}'
+            return f'killed by {signal.Signals(-status).name}'
         output = (self.out_dir / 'train.log').read_bytes()[self.log_start:]
         lines = output.decode(errors='replace').strip().splitlines()
         return lines[-1].strip().removeprefix('error: ') if lines else f'status {status}'
@@ -69,52 +64,35 @@ def run_jobs(jobs: list[Job], devices: list[str], at_once: int = 1) -> dict[str,
     waiting, running, errors = deque(jobs), [], {}
     free = devices * at_once
     threads = max(1, torch.get_num_threads() // len(free))
-    console = Console(stderr=True, highlight=False, markup=False)
-    bar = progress.Progress(
-        *progress.Progress.get_default_columns(), progress.MofNCompleteColumn(), console=console,
-        disable=not console.is_terminal)
-    task = bar.add_task('runs', total=len(jobs))
-    with bar, _sigterm_raises():
-        try:
-            while waiting or running:
-                while waiting and free:
-                    job = waiting.popleft()
-                    job.device = free.pop(0)
-                    console.print(f'{job.name}: starts on {job.device}')
-                    job.start(threads)
-                    running.append(job)
-
-                for job in list(running):
-                    status = job.process.poll()
-                    if status == 0 and job.stage + 1 < len(job.commands):
-                        job.stage += 1
-                        job.start(threads)
-                    elif status is not None:
-                        running.remove(job)
-                        free.append(job.device)
-                        bar.advance(task)
-                        if error := job.error():
-                            errors[job.name] = error
-                        ended = f'failed: {error}' if error else 'done'
-                        console.print(f'{job.name}: {ended}', style='red' if error else None)
-                time.sleep(POLL if running else 0)
-        finally:
-            for job in running:
-                job.process.terminate()  # background processes ignore SIGINT
-            for job in running:
-                job.process.wait()
-    return errors
-
-
-@contextlib.contextmanager
-def _sigterm_raises():
-    def leave(number, _):
-        raise SystemExit(128 + number)
-    # SIGHUP: the terminal was closed; not on Windows
-    numbers = [getattr(signal, name) for name in ('SIGTERM', 'SIGHUP') if hasattr(signal, name)]
-    before = {number: signal.signal(number, leave) for number in numbers}
+    for name in ('SIGTERM', 'SIGHUP'):  # SIGHUP: the terminal was closed; not on Windows
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), lambda number, _: sys.exit(128 + number))
     try:
-        yield
+        while waiting or running:
+            while waiting and free:
+                job = waiting.popleft()
+                job.device = free.pop(0)
+                print(f'{job.name}: starts on {job.device}, {len(waiting)} more wait',
+                      file=sys.stderr, flush=True)
+                job.start(threads)
+                running.append(job)
+
+            for job in list(running):
+                status = job.process.poll()
+                if status == 0 and job.stage + 1 < len(job.commands):
+                    job.stage += 1
+                    job.start(threads)
+                elif status is not None:
+                    running.remove(job)
+                    free.append(job.device)
+                    if error := job.error():
+                        errors[job.name] = error
+                    print(f'{job.name}: failed: {error}' if error else f'{job.name}: done',
+                          file=sys.stderr, flush=True)
+            time.sleep(POLL if running else 0)
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for job in running:
+            job.process.terminate()  # background processes ignore SIGINT
+        for job in running:
+            job.process.wait()
+    return errors

@@ -30,7 +30,7 @@ from lab.ablation.ladder import read_ladder
 from lab.ablation.lookup import lookup, recall, solved_at
 from lab.ablation.results import Results, core_digest
 from model import GPT
-from training.checkpoint import config_of, load_checkpoint
+from training.checkpoint import config_of
 from training.device import device_name, pick_device
 from training.load_model import model_of
 from training.log import read_metrics
@@ -161,12 +161,7 @@ def main(argv=None):
     seed = int(seed)
     _, ladder = read_ladder(rest, echo=False)
     results, trained = Results(ladder), ladder.rows[name]
-    path = results.out_dir(trained, seed) / 'ckpt.pt'
-    saved = load_checkpoint(path)
-    wanted = ladder.settings(trained).max_iters
-    if saved['iter_num'] != wanted:
-        raise UserError(f"{path} is at iteration {saved['iter_num']} of {wanted}: run ablate.py "
-                        'again to continue')
+    saved, path = results.trained(trained, seed)
     for row in ladder.rows.values():
         # the trained row counts even with a seed that only rows converted from it need
         asked = row is trained or seed in ladder.seeds(row)

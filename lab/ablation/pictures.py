@@ -27,11 +27,8 @@ SIDE = '#8b949e'  # grey
 
 
 def write_all(summary: dict, folder: Path, also_as: str = '') -> list[str]:
-    """Write the pictures as PNG and in the format `also_as` ('svg' or 'pdf'), if given, and delete
-    those of an earlier report. Pictures without data are omitted. Returns names in TITLES."""
-    for name in TITLES:
-        for kind in ('png', 'svg', 'pdf'):
-            (folder / f'{name}.{kind}').unlink(missing_ok=True)
+    """Write the pictures as PNG and in the format `also_as` ('svg' or 'pdf'), if given. Pictures
+    without data are omitted. Returns names in TITLES."""
     if not summary['pictures']:
         return []
     ladder = [row['name'] for row in summary['rows'] if not row['side']]
@@ -99,22 +96,18 @@ def talk(axis, summary, color):
 
 
 def pareto(axis, summary, color):
-    """All rows, except those far off, which are named below."""
+    """All rows."""
     rows = [row for row in models(summary) if 'val_loss' in row]
-    near = without_outliers(rows)
-    for row in near:
+    for row in rows:
         certain = enough(row['val_loss'])
         axis.errorbar(row['kv']['bytes_per_token'], row['val_loss']['mean'],
                       yerr=row['val_loss']['sd'] if certain else None, capsize=2,
                       fmt='s' if row['side'] else 'o', markersize=4 if row['side'] else 6,
                       elinewidth=1, color=color(row),
                       markerfacecolor=color(row) if certain else 'none')
-    far = '; '.join(f"{row['name']}: {row['val_loss']['mean']:.2f}"
-                    for row in rows if row not in near)
     over_bytes(axis, [(row, row['kv']['bytes_per_token'], row['val_loss']['mean'])
-                      for row in near], color,
-               'KV bytes per token' + (f' (far above: {far})' if far else ''),
-               'validation loss, nats per token')
+                      for row in rows], color,
+               'KV bytes per token', 'validation loss, nats per token')
 
 
 def lookup(axis, summary, color):
@@ -142,12 +135,11 @@ def identifiers(axis, summary, color):
     if not rows:
         return
     first = rows[0]['identifiers']
-    shown = without_outliers(rows)
     keys = [key for key in first['count']
-            if all(key in row['identifiers']['above_baseline'] for row in shown)]
-    for k, row in enumerate(shown):
+            if all(key in row['identifiers']['above_baseline'] for row in rows)]
+    for k, row in enumerate(rows):
         found = [row['identifiers']['above_baseline'][key] for key in keys]
-        at = [i + 0.06 * (k - len(shown) / 2) for i in range(len(keys))]  # apart, to be legible
+        at = [i + 0.06 * (k - len(rows) / 2) for i in range(len(keys))]  # apart, to be legible
         means = [each['mean'] for each in found]
         halves = [each['half_95'] if enough(each) else 0 for each in found]
         axis.plot(at, means, color=color(row), label=row['name'], linewidth=1)
@@ -174,13 +166,3 @@ def over_bytes(axis, points, color, x_label: str, y_label: str) -> None:
     # in a crowd, only rows of the ladder are named
     name_points(axis, [(x, y, row['name'], color(row), 24 if row['side'] else 96)
                        for row, x, y in points])
-
-
-def without_outliers(rows: list[dict]) -> list[dict]:
-    """Drop the few worst rows if they are so far off that the others would look the same."""
-    losses = sorted(row['val_loss']['mean'] for row in rows)
-    for n_off in range(1, len(losses) // 4 + 1):
-        near, off = losses[:-n_off], losses[-n_off]
-        if off - near[-1] >= 2 * (near[-1] - near[0]):
-            return [row for row in rows if row['val_loss']['mean'] < off]
-    return rows

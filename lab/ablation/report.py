@@ -1,5 +1,6 @@
 """Write the report of a summary: results.json, report.md, pictures, and the main table as
 table.csv. Print its tables on the terminal."""
+
 import statistics
 
 from kv.console import output
@@ -37,15 +38,18 @@ def markdown(summary: dict, pictures: list[str]) -> str:
     """Return report.md. pictures: names of the pictures in its folder."""
     parts = [f"# {summary['name']}: what each saving costs and buys",
              ' '.join(caveats(summary))]
-    if warnings := shortcomings(summary):
-        parts.append('\n'.join(f'- {line}' for line in warnings))
+    if missing := shortcomings(summary):
+        parts.append(f'- {missing}')
     for name in pictures:
         parts += [f'![{TITLES[name]}]({name}.png)', f'{TITLES[name]}.']
     for table in tables.grids(summary):
         parts += [f'{table.title}.', table.markdown()]
     parts += [facts_line(summary), NOTE, '## Rows']
-    rows = [f"- **{row['name']}**: {changed(row)}  \n  `{row['command']}`"
-            for row in summary['rows']]
+    rows = []
+    for row in summary['rows']:
+        changes = ', '.join(f'{name}={value!r}' for name, value in row['changes'].items())
+        rows.append(f"- **{row['name']}**: {changes or 'as the base config'}  \n  "
+                    f"`{row['command']}`")
     return '\n\n'.join([*filter(None, parts), '\n'.join(rows)]) + '\n'
 
 
@@ -55,8 +59,8 @@ def show(summary: dict) -> None:
     plain = dict(highlight=False, markup=False, soft_wrap=True)
     for line in (facts_line(summary), *caveats(summary)):
         console.print(line, **plain)
-    for line in shortcomings(summary):
-        console.print(line, style='red', **plain)
+    if missing := shortcomings(summary):
+        console.print(missing, style='red', **plain)
     for table in tables.grids(summary):
         table.print(console)
 
@@ -99,26 +103,11 @@ def flat_from(losses) -> int:
     return 16 * max((i + 1 for i, x in enumerate(blocks) if abs(x - level) > 0.05), default=0)
 
 
-def shortcomings(summary: dict) -> list[str]:
-    """One line for each failed run and each failed measurement, and one for all runs that have not
-    been trained yet."""
-    lines = [f"{row['name']}: failed with seed {seed}: {error}" for row in summary['rows']
-             for seed, error in row['failed'].items()]
-    for cell in summary['speed']['cells'] if summary['speed'] else ():
-        at = f"{cell['kind']}, {cell['context']:,} tokens, batch {cell['batch']}" \
-            if cell['context'] else cell['kind']
-        lines += [f"{name}: not timed ({at}): {found['error']}"
-                  for name, found in cell['rows'].items() if 'error' in found]
-    waiting = []
-    for row in summary['rows']:
-        if seeds := [str(seed) for seed in row['seeds_missing'] if seed not in row['failed']]:
-            waiting.append(f"{row['name']} (seeds {', '.join(seeds)})")
-    return lines + ([f"not trained yet: {'; '.join(waiting)}"] if waiting else [])
-
-
-def changed(row: dict) -> str:
-    changes = [f'{name}={value!r}' for name, value in row['changes'].items()]
-    return ', '.join(changes) or 'as the base config'
+def shortcomings(summary: dict) -> str:
+    """The runs that have not been trained yet, or failed, in one line; '' if there are none."""
+    waiting = [f"{row['name']} (seeds {', '.join(map(str, row['seeds_missing']))})"
+               for row in summary['rows'] if row['seeds_missing']]
+    return f"not trained yet: {'; '.join(waiting)}" if waiting else ''
 
 
 def facts_line(summary: dict) -> str:

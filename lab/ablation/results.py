@@ -1,6 +1,5 @@
 """The files of a ladder. Each row and seed is a line of runs.jsonl, so that a ladder can be
 measured on several machines."""
-import contextlib
 import json
 from collections import Counter
 from pathlib import Path
@@ -9,6 +8,7 @@ from config.errors import UserError
 from config.files import regular_only
 from lab.ablation.ladder import digest, slug_of
 from lab.files import write_whole
+from training.checkpoint import load_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / 'results'
@@ -24,19 +24,17 @@ def core_digest() -> str:
     return digest([(ROOT / path).read_text(encoding='utf-8') for path in (*CORE, *BLOCKS)])
 
 
-@contextlib.contextmanager
-def readable(where):
-    """Make errors of reading and parsing a UserError that says where."""
+def parsed(text: bytes, where):
+    """The document in a text. Raises a UserError that says where it is no JSON."""
     try:
-        yield
-    except (OSError, ValueError) as e:
+        return json.loads(text)
+    except ValueError as e:
         raise UserError(f'{where} cannot be read: {e}; delete it to measure again') from e
 
 
 def read_json(path: Path) -> dict | None:
     """Return the document in a file, or None without the file. UserError: if it is not JSON."""
-    with readable(path):
-        return json.loads(path.read_bytes()) if path.exists() else None
+    return parsed(path.read_bytes(), path) if path.exists() else None
 
 
 def as_line(document: dict) -> str:
@@ -56,12 +54,21 @@ class Results:
         self.ladder = ladder
         self.folder = Path(ladder.s.folder) if ladder.s.folder else RESULTS / ladder.s.name
         self.path = self.folder / 'runs.jsonl'
-        self.failures = {}  # (name of the trained row, seed) -> error
         self._read = None, {}  # status of the file when it was read, and its runs
 
     def out_dir(self, row, seed: int) -> Path:
         """Return train.py's out_dir for a row; different settings get a different folder."""
         return self.folder / 'runs' / f'{row.slug}-seed{seed}-{self.ladder.training(row)}'
+
+    def trained(self, row, seed: int) -> tuple[dict, Path]:
+        """The checkpoint of a row's training, and its file. UserError: if it is not finished."""
+        path, wanted = self.out_dir(row, seed) / 'ckpt.pt', self.ladder.settings(row).max_iters
+        saved = load_checkpoint(path)
+        if saved['iter_num'] != wanted:
+            raise UserError(f"{path} is at iteration {saved['iter_num']} of {wanted}: train row "
+                            f'{row.name!r} to its end first (with ablate.py; delete its line in '
+                            f'{self.path.name} if it was trained elsewhere)')
+        return saved, path
 
     def runs(self) -> dict[tuple[str, int], dict]:
         """Return (slug of the row, seed) -> run, with whole settings, of any settings."""
@@ -72,8 +79,7 @@ class Results:
         if self._read[0] != status:
             base, runs = {}, {}
             for number, text in enumerate(self.path.read_bytes().splitlines(), 1):
-                with readable(f'{self.path}, line {number}'):
-                    line = json.loads(text)
+                line = parsed(text, f'{self.path}, line {number}')
                 base = line.get('base', base)
                 if 'row' in line:
                     line['settings'] = base | line['settings']
@@ -129,7 +135,3 @@ class Results:
         return (f'{other} of {len(cores)} results were measured with another version of the core '
                 '(model.py, generate.py, kv/, attention/). Delete their lines in runs.jsonl, or '
                 'speed.json, to measure again, and runs/ to train again')
-
-    def failed(self, row, seed: int) -> str:
-        """Return the error of a run that failed in this process; '' if there is none."""
-        return self.failures.get((self.ladder.trainer(row).name, seed), '')

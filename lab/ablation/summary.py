@@ -2,7 +2,6 @@
 deviations, and differences paired by seed with their confidence intervals."""
 import operator
 import statistics
-import warnings
 
 from config.schema import MODEL
 from kv.plan import LOCAL, plan_kv
@@ -42,10 +41,9 @@ def summarize(ladder, results, speed: dict | None, recall: dict | None, kv_of) -
 
 
 def summarize_row(ladder, results, row, measured: dict) -> dict:
-    """Summarise one row. `seeds_missing`: seeds without a result; `failed`: seed -> error."""
+    """Summarise one row. `seeds_missing`: seeds without a result."""
     runs, wanted = measured[row.name], ladder.seeds(row)
     missing = sorted(set(wanted) - set(runs))
-    errors = {seed: results.failed(row, seed) for seed in wanted if seed in missing}
     config = ladder.config(row)
     entry = {
         'name': row.name, 'slug': row.slug, 'side': row.side, 'above': row.above,
@@ -53,7 +51,6 @@ def summarize_row(ladder, results, row, measured: dict) -> dict:
         # only the training differs: optimizer, learning rate or initial weights
         'same_model': bool(row.above) and not row.changes.keys() & INFERENCE_KEYS,
         'kv_dtype': row.kv_dtype, 'seeds': sorted(runs), 'seeds_missing': missing,
-        'failed': {seed: error for seed, error in errors.items() if error},
         'n_layer': config.n_layer, 'T': config.block_size, 'W': config.window_size,
         'command': ladder.command(row, wanted[0])}
     if not runs:
@@ -92,10 +89,10 @@ def losses_of_row(ladder, row, measured: dict) -> dict:
         return [run[name] for run in runs.values()]
     by_position = zip(*each('loss_by_position'))
     entry = {'val_loss': mean_sd(each('val_loss')),
+             'loss_by_position': [statistics.fmean(losses) for losses in by_position],
              'val_loss_forward': mean_sd(each('val_loss_forward')),
              'cache_minus_forward_largest': max(each('cache_minus_forward_largest')),
-             'bits_per_byte': mean_sd(each('bits_per_byte')),
-             'loss_by_position': [statistics.fmean(losses) for losses in by_position]}
+             'bits_per_byte': mean_sd(each('bits_per_byte'))}
     compared = {'above': row.above, 'first': ladder.first, 'baseline': ladder.baseline}
     for name, other in compared.items():
         if other and other != row.name:
@@ -141,13 +138,10 @@ def compare_identifiers(ladder, rows: list[dict]) -> None:
             (high[seed] - ours[seed]) / (high[seed] - low[seed]) for seed in both) if both else None
         row['identifiers'] |= {'alone': row['name'] == without, 'above_baseline': {}}
         if ladder.baseline in rows and row['name'] != ladder.baseline:
-            ours, others = (nats_by_seed(rows[name]['identifiers'])
-                            for name in (row['name'], ladder.baseline))
-            differences = {key: paired_difference(each, others[key])
-                           for key, each in ours.items() if key in others}
-            # None: no seed in common
-            row['identifiers']['above_baseline'] = {
-                key: each for key, each in differences.items() if each}
+            others = nats_by_seed(rows[ladder.baseline]['identifiers'])
+            row['identifiers']['above_baseline'] = {  # without those that have no seed in common
+                key: found for key, each in nats_by_seed(row['identifiers']).items()
+                if key in others and (found := paired_difference(each, others[key]))}
 
 
 def nats_by_seed(identifiers: dict) -> dict:
@@ -211,13 +205,8 @@ def recall_of(ladder, folder) -> dict | None:
     None without such results."""
     rows = []
     for name in filter(None, ladder.s.recall.split(',')):
-        path = folder.parent / name.strip() / 'results.json'
-        document = read_json(path)
-        if document is None:
-            warnings.warn(f'recall={ladder.s.recall!r}: {path} does not exist; run that ladder '
-                          'first', stacklevel=2)
-            continue
-        rows += document['rows']
+        document = read_json(folder.parent / name.strip() / 'results.json')
+        rows += document['rows'] if document else []
     return {'recall': {row['name']: row['recall'] for row in rows if 'recall' in row},
             'lookup': [{key: row[key] for key in ('name', 'side', 'lookup')} for row in rows
                        if 'lookup' in row]} if rows else None

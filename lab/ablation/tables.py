@@ -62,13 +62,21 @@ def models(summary: dict) -> list[dict]:
 
 def grids(summary: dict) -> list[Table]:
     """Return all tables that have rows."""
-    rows = summary['rows']
-    tables = [lookups(summary), lookup_distances(summary), recalls(summary), identifiers(summary),
-              bytes_held(summary), speeds(summary)]
-    tasks = any(row.get('recall') or row.get('lookup') for row in rows)
-    if any('val_loss' in row for row in rows) or not tasks:
-        tables = [headline(summary), headline(summary, side=True), *tables]
-    return [table for table in tables if table and table.rows]
+    having = {key: [row for row in summary['rows'] if row.get(key)]
+              for key in ('val_loss', 'lookup', 'recall', 'identifiers')}
+    tables = []
+    if having['val_loss'] or not (having['lookup'] or having['recall']):
+        tables += [headline(summary), headline(summary, side=True)]
+    if having['lookup']:
+        tables += [lookups(having['lookup']), lookup_distances(having['lookup'])]
+    if having['recall']:
+        tables.append(recalls(summary, having['recall']))
+    if having['identifiers']:
+        tables.append(identifiers(summary, having['identifiers']))
+    tables.append(bytes_held(summary))
+    if summary['speed']:
+        tables.append(speeds(summary))
+    return [table for table in tables if table.rows]
 
 
 def with_names(title: str, rows: list[dict], columns: dict, left=('row',)) -> Table:
@@ -78,9 +86,7 @@ def with_names(title: str, rows: list[dict], columns: dict, left=('row',)) -> Ta
 
 
 def headline(summary: dict, side: bool = False) -> Table:
-    others = ['baseline'] if side else ['first', 'baseline']
-    if not side and summary['first'] == summary['baseline']:
-        others = ['first']
+    others = ['baseline'] if side else ['first', 'baseline']  # the two may be one column
     name, above = ('Alternatives', 'against that') if side else ('The ladder', 'against above')
 
     def against(key):
@@ -117,10 +123,10 @@ def as_csv(summary: dict) -> str:
                   'smaller': row['kv']['smaller'], 'parameters': row.get('params')}
         for key in pairs:
             found = row.get(key) or {}
-            record[key] = found.get('mean')
             known = found if enough(found) else {}
-            for part in ('half_95', 'evaluation_half_95', 'p', 'stands'):
-                record[f'{key}_{part}'] = known.get(part)
+            record |= {key: found.get('mean')} | {
+                f'{key}_{part}': known.get(part)
+                for part in ('half_95', 'evaluation_half_95', 'p', 'stands')}
             record[f'{key}_seeds_for_0.01'] = (
                 seeds_needed(statistics.stdev(known['each']), 0.01) if known else None)
         if found := row.get('lookup'):
@@ -147,16 +153,11 @@ def bytes_held(summary: dict) -> Table:
         left=('row', 'stored as'))
 
 
-def speeds(summary: dict) -> Table | None:
+def speeds(summary: dict) -> Table:
     speed = summary['speed']
-    if not speed:
-        return None
 
     def median(cell):
-        def text(row):
-            found = cell['rows'][row['name']]
-            return f"{found['median']:,.2f}" if 'median' in found else MISSING
-        return text
+        return lambda row: f"{cell['rows'][row['name']]['median']:,.2f}"
     heads = {'decode': 'TPOT {:,} B={}', 'prefill': 'TTFT {:,}', 'train': 'training tokens/s'}
     shape = ''.join(f', {name}={value}' for name, value in speed['shape'].items())
     title = ('Speed: time to first token (TTFT, by prompt length) and per output token (TPOT, by '
@@ -176,11 +177,8 @@ def shares(task: str, key: str, heads: dict) -> dict:
     return {head: share(at) for head, at in heads.items()}
 
 
-def lookups(summary: dict) -> Table | None:
+def lookups(rows: list[dict]) -> Table:
     """Accuracy by number of facts; how many facts a row recalls, and their price in bytes."""
-    rows = [row for row in summary['rows'] if row.get('lookup')]
-    if not rows:
-        return None
     first = rows[0]['lookup']
     title = (f'Looking up facts by content: right answers by number of facts, %, mean over seeds '
              f'(sd); chance is {100 / first["n_values"]:.1f}. Facts: the most of which '
@@ -195,21 +193,17 @@ def lookups(summary: dict) -> Table | None:
         'solved at step': lambda row: listed(row['lookup']['solved_at'])})
 
 
-def lookup_distances(summary: dict) -> Table | None:
-    rows = [row for row in summary['rows'] if row.get('lookup')]
-    bins = rows[0]['lookup']['by_distance'] if rows else ()
+def lookup_distances(rows: list[dict]) -> Table:
     return with_names(
         'Looking up facts by content: right answers by positions from the question back to its '
         'fact, over all numbers of facts, %, mean over seeds (sd)', rows,
-        shares('lookup', 'by_distance', {f'{int(d)} to {2 * int(d) - 1}': d for d in bins}))
+        shares('lookup', 'by_distance', {f'{int(d)} to {2 * int(d) - 1}': d
+                                         for d in rows[0]['lookup']['by_distance']}))
 
 
-def recalls(summary: dict) -> Table | None:
+def recalls(summary: dict, rows: list[dict]) -> Table:
     """Accuracy by distance. If the baseline has learned the task and local layers cannot solve it
     by themselves, also the difference from the baseline."""
-    rows = [row for row in summary['rows'] if row.get('recall')]
-    if not rows:
-        return None
     first, reach = rows[0]['recall'], local_reach(rows)
     baseline, distances = first['baseline'], list(first['accuracy'])
     ladder = f" (ladder {summary['recall_ladder']!r})" if summary['recall_ladder'] else ''
@@ -228,10 +222,7 @@ def recalls(summary: dict) -> Table | None:
     return with_names(title, rows, columns)
 
 
-def identifiers(summary: dict) -> Table | None:
-    rows = [row for row in summary['rows'] if row.get('identifiers')]
-    if not rows:
-        return None
+def identifiers(summary: dict, rows: list[dict]) -> Table:
     first = rows[0]['identifiers']
     title = ('Identifiers: nats of all tokens of one, by the tokens since its last use (new: none '
              'in the window) and their number; mean over seeds (sd)')

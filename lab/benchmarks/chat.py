@@ -19,7 +19,7 @@ MESSAGES = 180  # mean number per dialogue (Character.AI, "Optimizing AI Inferen
 
 def run(s, data_root: Path) -> dict:
     """The document with all cells."""
-    _, config = setting.begin(s, data_root, s.message, message=1)
+    _, config = setting.begin(s, data_root, message=1)
     contexts, page_sizes = (setting.numbers(name, getattr(s, name))
                             for name in ('contexts', 'page_sizes'))
     longest = max(contexts)

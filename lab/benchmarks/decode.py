@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from config.errors import UserError
 from config.sizes import parse_bytes
 from engine.steps.decode import fast_decode
 from lab.benchmarks import clock, generation, setting
@@ -44,18 +43,10 @@ def run(s, data_root: Path) -> dict:
     """The document with all cells."""
     if s.against in generation.PEERS:
         return generation.run(s, data_root)
-    if s.budget and 'batch_sizes' in s.given:
-        raise UserError(f'batch_sizes={s.batch_sizes!r} and budget={s.budget!r} both set the '
-                        'number of sequences: leave one out')
     budget = parse_bytes(s.budget) if s.budget else 0
     further = 0 if budget else s.steps
-    shapes, config = setting.begin(s, data_root, further, steps=1)
-    shortest, longest = min(shapes)[0], max(shapes)[0]
-    if budget and shortest <= s.steps:
-        raise UserError(f'contexts: {shortest} tokens leave no room for steps={s.steps} and one '
-                        'before them')
-
-    models = compared_models(config, longest + further, s)
+    shapes, config = setting.begin(s, data_root, steps=1)
+    models = compared_models(config, max(shapes)[0] + further, s)
     kv_dtypes = {name: 'float32' if 'float32' in name else s.kv_dtype for name in models}
     bandwidth, rates, cells = Bandwidth(models['ours'].device), [], []
     for context, batch in shapes:

@@ -56,7 +56,7 @@ class Ours:
     def __init__(self, model, prompt, steps: int, captured: bool = True, kv_dtype: str = 'auto'):
         self.model, self.prompt, self.steps = model, prompt, steps
         B, T = prompt.shape
-        self.cache = setting.make_cache(model, B, T + steps, kv_dtype)
+        self.cache = model.new_cache(B, T + steps, kv_dtype)
         self.kv_bytes = self.cache.nbytes
         self.decode = fast_decode(model, self.cache, captured)
         if self.decode:

@@ -24,7 +24,7 @@ CHECKED = 64      # length of the sequence whose logits are compared
 def run(s, data_root: Path) -> dict:
     """The document with all cells."""
     check_settings(s)
-    shapes, config = setting.begin(s, data_root, s.steps)
+    shapes, config = setting.begin(s, data_root)
     if s.against != 'nanogpt':
         config.bias = True  # OpenAI's GPT-2 always has biases
     if s.against == 'llama.cpp':

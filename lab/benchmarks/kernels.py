@@ -18,6 +18,7 @@ from config.errors import UserError
 from engine.steps.static import put
 from kv.slots import KVStore
 from lab.benchmarks import clock, setting
+from lab.benchmarks.bandwidth import Bandwidth
 from training.device import pick_device, pick_dtype
 
 PAGE = 64              # keys
@@ -85,20 +86,12 @@ def run(s, data_root: Path) -> dict:
     document = setting.run_facts(s, device) | {
         'triton': triton.__version__, 'dtype': str(dtype).removeprefix('torch.'), 'models': {},
         'heads': [s.n_head, n_kv_head, head_dim],
-        'rates': {'copy_bytes_per_second': copy_rate(device)}}
+        'rates': {'copy_bytes_per_second': Bandwidth(device)()}}
     shape = s.n_head, n_kv_head, head_dim, dtype, device
     document['decode'] = [decode_cell(shape, batch, context, s.tune, document['rates'])
                           for context in contexts for batch in batches]
     document['write'] = [write_cell(shape, batch) for batch in batches]
     return document
-
-
-def copy_rate(device) -> float:
-    """Bytes per second, read and written, of a device-to-device copy."""
-    source = torch.randn(2 ** 28 if device.type == 'cuda' else 2 ** 16, device=device)
-    target = torch.empty_like(source)
-    copy = milliseconds(lambda: target.copy_(source), device)
-    return 2 * source.nbytes / copy['median'] * 1000
 
 
 # -- decode: one token per row over stored keys ----------------------------------------------------

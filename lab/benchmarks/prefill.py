@@ -18,7 +18,7 @@ class PrefillRound:
 
     def __init__(self, model, batch: int, context: int, chunk: int, kv_dtype: str):
         self.model, self.chunk = model, chunk or context
-        self.cache = setting.make_cache(model, batch, context, kv_dtype)
+        self.cache = model.new_cache(batch, context, kv_dtype)
         self.prompts = setting.random_tokens(model, batch, context)                   # (B, T)
 
     @torch.inference_mode()

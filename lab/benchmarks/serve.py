@@ -1,9 +1,8 @@
 """--mode=serve: requests of different lengths, continuous batching against static.
 
 All are submitted at the start: prompts of `contexts` random tokens, new ones in every round,
-greedy, with log-uniform numbers of new tokens. static: batches in `generate.Generation`, each until
-its longest request is done; static engine: ours, but it admits requests only when all rows are
-free. All must produce the same texts.
+greedy, with log-uniform numbers of new tokens. static engine: ours, but it admits requests only
+when all rows are free. Both must produce the same texts.
 """
 import math
 import statistics
@@ -15,11 +14,8 @@ import torch
 
 from config.errors import UserError, at_least
 from engine.requests.scheduler import Scheduler
-from engine.steps.decode import fast_decode
-from generate import Generation, Sampler
 from lab.benchmarks import clock, setting
 from lab.benchmarks.generation import same_tokens
-from training.device import synchronize
 
 
 class StaticScheduler(Scheduler):
@@ -52,37 +48,15 @@ def through_engine(model, rows: int, max_seq_len: int, lengths, s, **options):
     return serve
 
 
-def in_static_batches(model, rows: int, max_seq_len: int, lengths, s):
-    """Return a function of prompts that serves them in order, `rows` at a time."""
-    cache = model.new_cache(rows, max_seq_len, s.kv_dtype)
-    decode = fast_decode(model, cache, s.captured)
-
-    def serve(prompts) -> Served:
-        start, firsts, tokens = clock.now(), [], []
-        for k in range(0, len(prompts), rows):
-            batch, wanted, steps = prompts[k:k + rows], lengths[k:k + rows], []
-            whole = dict(cache=cache, decode=decode) if len(batch) == rows else {}
-            cache.reset()
-            for new in Generation(model, batch, max(wanted), Sampler(0), **whole):
-                steps.append(new.flatten().tolist())  # every step, as a server streams tokens
-                if len(steps) == 1:
-                    firsts += [clock.now() - start] * len(batch)
-            completions = zip(*steps)
-            tokens += [list(row[:n]) for row, n in zip(completions, wanted)]
-        synchronize(model.device)
-        return Served(clock.now() - start, firsts, tokens, cache.nbytes)
-    return serve
-
-
 def run(s, data_root: Path) -> dict:
     """The document with all cells."""
     lengths = output_lengths(s)
-    shapes, config = setting.begin(s, data_root, max(lengths), prefill_chunk=0)
+    shapes, config = setting.begin(s, data_root, prefill_chunk=0)
     model = setting.build(config, s)
     cells = []
     for context, rows in shapes:
         asked = model, min(rows, len(lengths)), context + max(lengths), lengths, s
-        sides = {'ours': through_engine(*asked), 'static': in_static_batches(*asked),
+        sides = {'ours': through_engine(*asked),
                  'static engine': through_engine(*asked, scheduler=StaticScheduler)}
         prompts = rounds_of_prompts(model, len(lengths), context, s.repeats)
         title = f'{len(lengths)} requests, prompts of {context}'

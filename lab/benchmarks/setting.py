@@ -47,6 +47,7 @@ def check_against(s) -> None:
             raise UserError(f'{name}={getattr(s, name)!r}: has an effect only {where}')
 
 
+
 def compiles(s) -> bool:
     """Whether torch.compile was requested explicitly: here the default, True, does not count."""
     return s.compile and 'compile' in s.given
@@ -68,25 +69,20 @@ def numbers(name: str, text: str, least: int = 1) -> list[int]:
     return values
 
 
-def begin(s, data_root: Path, further: int = 0, **least: int):
+def begin(s, data_root: Path, **least: int):
     """Check what all modes share, and seed the random numbers.
 
-    further: tokens after the longest context. least: smallest values of other settings.
+    least: smallest values of other settings.
     Returns:
         (context, batch size) of every cell, batch sizes innermost, and the model's config.
     Raises:
-        UserError: if settings are invalid, or there are too few learned positions.
+        UserError: if settings are invalid.
     """
     at_least(s, repeats=MIN_REPEATS, **least)
     contexts, batches = numbers('contexts', s.contexts), numbers('batch_sizes', s.batch_sizes)
-    config, longest = model_config(s, data_root), max(contexts)
-    if config.pos_embedding == 'learned' and longest + further > config.block_size:
-        steps = f' and {further} steps after it' if further else ''
-        raise UserError(f'contexts: {longest}{steps} is more than block_size={config.block_size}, '
-                        "for which pos_embedding='learned' has positions: at most "
-                        f'{max(config.block_size - further, 0)}, or give a larger --block_size')
     torch.manual_seed(s.seed)
-    return [(context, batch) for context in contexts for batch in batches], config
+    shapes = [(context, batch) for context in contexts for batch in batches]
+    return shapes, model_config(s, data_root)
 
 
 def model_config(s, data_root: Path) -> GPTConfig:

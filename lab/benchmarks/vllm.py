@@ -54,10 +54,7 @@ def run(s, data_root: Path) -> dict:
     """The document with all cells."""
     lengths = serve.output_lengths(s) if s.mode == 'serve' else [1]
     further = max(lengths) if s.mode == 'serve' else s.message + 1
-    shapes, config = setting.begin(s, data_root, further, prefill_chunk=0, message=1)
-    most_rows = max(rows for _, rows in shapes)
-    if s.mode == 'prefill' and most_rows > 1:
-        raise UserError(f"batch_sizes={s.batch_sizes!r}: against='vllm' prompts come one by one")
+    shapes, config = setting.begin(s, data_root, prefill_chunk=0, message=1)
     if pick_device(s.device).type != 'cpu':
         raise UserError(f"device={s.device!r}: against='vllm' both run on the CPU: give "
                         '--device=cpu')
@@ -66,7 +63,7 @@ def run(s, data_root: Path) -> dict:
     vllm, model = imported(), GPT(config).eval()
     with tempfile.TemporaryDirectory() as folder:
         hf_model(model, torch.bfloat16).save_pretrained(folder)
-        theirs = through_vllm(vllm, folder, most_rows, longest, lengths)
+        theirs = through_vllm(vllm, folder, max(rows for _, rows in shapes), longest, lengths)
         model = setting.prepared(model, s)
         cells = served if s.mode == 'serve' else first_tokens
         return setting.facts(s, {'ours': model}) | {

@@ -4,7 +4,7 @@ kernels, Muon in float32), dtype=float32 (torch's), and another checkout.
     python lab/scripts/train_times.py > results/cpu/train-iterations-PROCESSOR.json
     python lab/scripts/train_times.py --before=../nanokv-f824aed > ...
 
-Needs the demo's data set in each checkout. Tables go to stderr.
+Needs the demo's data set in each checkout.
 """
 import argparse
 import json
@@ -64,8 +64,6 @@ def main():
         ratios = {f'{side} / auto': statistics.median(
             a / b for a, b in zip(times[side], times['auto'])) for side in sides if side != 'auto'}
         found['shapes'][shape] = {'each': times, 'ratios': ratios}
-        medians = {side: round(statistics.median(x), 1) for side, x in times.items()}
-        print(shape, medians, {name: round(x, 2) for name, x in ratios.items()}, file=sys.stderr)
     print(json.dumps(found, indent=1))
 
 

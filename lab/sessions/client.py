@@ -9,15 +9,15 @@ from urllib.parse import urlsplit
 
 from config.errors import UserError
 
-BUSY = 429, 503  # asked again after `Retry-After` seconds
-RETRY_S = 1.0    # if the server does not say when
+BUSY = 429, 503  # asked again after RETRY_S seconds
+RETRY_S = 1.0
 # unlike urllib's, they follow no redirection (a key goes to no other server) and use no proxy
 CONNECTIONS = {'http': http.client.HTTPConnection, 'https': http.client.HTTPSConnection}
 
 
 class Failed(UserError):
     """The server gave no complete reply."""
-    retry_s: float | None = None  # a busy server may be asked again after so many seconds
+    busy = False  # it may be asked again
 
 
 @dataclass
@@ -79,12 +79,12 @@ class Client:
                     self._read(response, answer, most_parts)
                 return answer
             except Failed as e:
-                if e.retry_s is None:
+                if not e.busy:
                     raise
                 answer.refused += 1
-                if time.perf_counter() + e.retry_s > answer.started + self.timeout:
+                if time.perf_counter() + RETRY_S > answer.started + self.timeout:
                     raise Failed(f'refused {answer.refused} times: {e}') from e
-                time.sleep(e.retry_s)
+                time.sleep(RETRY_S)
 
     @contextmanager
     def _open(self, path: str, document: dict | None = None):
@@ -100,9 +100,7 @@ class Client:
             with closing(connection), connection.getresponse() as response:
                 if response.status != 200:
                     failed = Failed(_message(response.status, response.read()))
-                    if response.status in BUSY:
-                        wait = response.headers.get('Retry-After') or ''
-                        failed.retry_s = float(wait) if wait.isdigit() else RETRY_S
+                    failed.busy = response.status in BUSY
                     raise failed
                 yield response
         except (OSError, http.client.HTTPException) as e:

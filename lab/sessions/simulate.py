@@ -47,9 +47,6 @@ class Served:
         hit = store.match(tokens)
         self.last_block = store.restore(0, hit)
         found, stops = self.cache.length(0), store.chunk_ends(hit, len(tokens))
-        store.stats.requests += 1
-        store.stats.looked_up += len(tokens)
-        store.stats.found += found
         for stop in [*stops, len(tokens)]:
             while self.cache.length(0) < stop:
                 self._feed(tokens, min(stop, self.cache.length(0) + self.chunk))

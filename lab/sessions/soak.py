@@ -4,13 +4,11 @@ import random
 import sys
 import time
 
-import torch
-
 from config.errors import UserError
 from engine.engine import Engine
 from engine.requests.params import SamplingParams
 from lab.benchmarks.clock import progress
-from lab.benchmarks.generation import same_tokens
+from lab.benchmarks.serve import same_texts
 from lab.sessions import servers
 from lab.sessions.client import Answer, Client, Failed
 from lab.sessions.presets import PRESETS, make
@@ -80,14 +78,14 @@ def growth(memory: list[tuple[float, int]]) -> float | None:
 def compare(replies, longest: int) -> dict:
     """A sample of replies beside those of the model alone, one request after the other, without a
     prefix cache. UserError: if they differ by more than rounding."""
-    model, equal = servers.build(longest), 0
+    model = servers.build(longest)
     engine = Engine(model, 1, longest)
     sample = random.Random(1).sample(replies, min(SAMPLE, len(replies)))
-    for prompt, reply in progress(sample, 'texts'):
-        [alone] = engine.generate([prompt], SamplingParams(len(reply), temperature=0))
-        tensors = (torch.tensor([tokens]) for tokens in (prompt, alone.tokens, reply))
-        equal += same_tokens(model, *tensors, 'the server')['rows_equal']
-    return {'compared': len(sample), 'equal': equal}
+    alone = [engine.generate([prompt], SamplingParams(len(reply), temperature=0))[0].tokens
+             for prompt, reply in progress(sample, 'texts')]
+    prompts, served = zip(*sample)
+    found = same_texts(model, prompts, alone, served, 'the server')
+    return {'compared': found['rows'], 'equal': found['rows_equal']}
 
 
 def check(found: dict) -> None:

@@ -12,7 +12,7 @@ def test_bytes_are_those_of_the_documents_and_the_picture_is_written(tmp_path):
         assert found['vanilla GPT-2'] == 12 * 2 * 768 * 2 * context == 12 * found['+ MQA']
         assert round(found['vanilla GPT-2'] / found['+ global KV tied'], 1) == tied
         assert round(found['vanilla GPT-2'] / found['+ int8 KV'], 1) == int8
-    kv_picture.main([str(tmp_path / 'kv.png')])
+    kv_picture.main(tmp_path / 'kv.png')
     assert (tmp_path / 'kv.png').read_bytes().startswith(b'\x89PNG')
     with pytest.raises(UserError, match='x.png cannot be written'):
-        kv_picture.main([str(tmp_path / 'none' / 'x.png')])
+        kv_picture.main(tmp_path / 'none' / 'x.png')

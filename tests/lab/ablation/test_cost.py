@@ -1,9 +1,9 @@
-"""The cost of rows: allocated bytes, times measured in turns, reports of failed measurements."""
+"""The cost of rows: allocated bytes, times measured in turns and reported."""
 import json
 
 import ablate
 from config.gpt_config import GPTConfig
-from lab.ablation import cost, report, tables
+from lab.ablation import cost, tables
 from lab.ablation.results import Results
 from lab.ablation.summary import summarize
 from lab.benchmarks import clock
@@ -47,14 +47,7 @@ def test_rows_share_a_side_where_they_run_the_same_code_alone(ladder_of):
     assert decodes['W8'] != decodes['+ int8 KV'] and trains['W8'] == trains['+ int8 KV']
 
 
-def test_a_failing_measurement_is_reported_and_nothing_is_repeated(ladder_of, monkeypatch):
-    """Caches of 100 tokens fail for all rows with as many K/V heads as query heads."""
-    def decode(model, batch, *args):
-        if args[0] == 100 and model.config.n_kv_head != 1:
-            raise RuntimeError('no memory\nfor 100 tokens')
-        return plain(model, batch, *args)
-    plain = cost.DecodeRound
-    monkeypatch.setattr(cost, 'DecodeRound', decode)
+def test_a_measurement_is_reported_and_nothing_is_repeated(ladder_of, monkeypatch):
     monkeypatch.setattr(clock, 'alternate', lambda sides, *_: {  # one round per row
         key: [run()] for key, run in sides.items()})
     ladder = ladder_of(THREE, *FLAGS)
@@ -63,20 +56,14 @@ def test_a_failing_measurement_is_reported_and_nothing_is_repeated(ladder_of, mo
     found = ablate.measured_speed(ladder, results, True)
     kinds = ['decode', 'prefill', 'decode', 'prefill', 'train']
     assert [cell['kind'] for cell in found['cells']] == kinds
-    errors = [{name: row['error'] for name, row in cell['rows'].items() if 'error' in row}
-              for cell in found['cells']]
-    assert errors == [{}, {}, {'MHA': 'no memory for 100 tokens'}, {}, {}]
     assert found['cells'][4]['rows']['Muon']['median'] > 0
 
     summary = summarize(ladder, results, found, None,
                         lambda row: cost.kv_bytes(ladder, row, [16]))
-    told = 'MHA: not timed (decode, 100 tokens, batch 2): no memory for 100 tokens'
-    assert told in report.shortcomings(summary)
     table = tables.speeds(summary)
     assert table.columns == ('row', 'TPOT 16 B=2', 'TTFT 16', 'TPOT 100 B=2', 'TTFT 100',
                              'training tokens/s')
-    shown = {row[0]: row[3] for row in table.rows}
-    assert shown['MHA'] == '-' and float(shown['+ MQA']) > 0
+    assert all(float(row[3]) > 0 for row in table.rows)
 
     # metrics from a different machine are used as they are, those of other models are not
     path = results.folder / 'speed.json'

@@ -86,14 +86,14 @@ def test_what_the_table_says():
                 'bytes_per_fact': 60 / facts if facts else None, 'solved_at': at, 'kv_bytes': 60,
                 'rows': 8, 'gap': 3, 'n_values': 50, 'local_reach': 2}
     found = lookup_of_row([run(4, 50), run(0, None), run(4, 100)])
-    row = {'name': 'a', 'side': False, 'above': '', 'lookup': found, 'failed': {}}
-    table = tables.lookups({'rows': [row, {'name': 'b'}]})
+    row = {'name': 'a', 'side': False, 'above': '', 'lookup': found}
+    table = tables.lookups([row])
     assert table.rows[0][1:] == ('100.0 (0.0)', '66.7 (57.7)', '4 (x2), 0', '60', '15 (x2)',
                                  '50, never, 100')
     assert 'chance is 2.0' in table.title
-    table = tables.lookup_distances({'rows': [row]})
+    table = tables.lookup_distances([row])
     assert table.columns[1:] == ('8 to 15',) and table.rows[0][1:] == ('50.0 (0.0)',)
-    assert listed([]) == '-' and tables.lookups({'rows': [{'name': 'b'}]}) is None
+    assert listed([]) == '-'
 
 
 @pytest.mark.slow

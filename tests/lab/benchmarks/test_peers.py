@@ -58,7 +58,6 @@ def test_ours_runs_as_the_settings_have_it(capsys, monkeypatch):
     ({}, 'needs the package gguf: .*pip install'),
     (dict(against='hf', pos_embedding='rope'), "pos_embedding='rope'"),
     (dict(against='nanogpt', gelu='tanh'), "gelu='tanh'"),
-    (dict(VLLM, mode='prefill', batch_sizes='1,2'), "batch_sizes='1,2'"),
     (dict(VLLM, device='meta'), 'device='),
     (VLLM, 'needs vLLM: lab/scripts/vllm_env.sh')], ids=str)
 def test_what_is_refused(change, named, monkeypatch):

@@ -158,14 +158,13 @@ def test_replies_that_fail(scripted, says, why):
 
 def test_a_busy_server_is_asked_again(scripted, monkeypatch):
     monkeypatch.setattr(clients, 'RETRY_S', 0.1)
-    busy = [Says(status=429, headers={'Retry-After': '1'}), Says(status=503),
-            Says(status=429, headers={'Retry-After': 'Wed, 21 Oct 2026 07:28:00 GMT'})]
+    busy = (Says(status=status) for status in (429, 503, 429))
     server = scripted(*busy, Says([choice(text='a'), DONE]))
     answer = Client(server.url).ask('completions', {'prompt': 'b'})
     assert answer.refused == 3 and answer.text == 'a' and len(answer.stamps) == 1
     came = [request[-1] for request in server.requests]
-    assert came[1] - came[0] >= 1 and all(0.1 <= b - a < 10 for a, b in zip(came[1:], came[2:]))
-    assert answer.started <= came[0] and answer.stamps[0] - answer.started >= 1.2
+    assert all(0.1 <= b - a < 10 for a, b in zip(came, came[1:]))
+    assert answer.started <= came[0] and answer.stamps[0] - answer.started >= 0.3
     assert all(request[3]['prompt'] == 'b' for request in server.requests)
     with pytest.raises(Failed, match='refused . times: status'):  # it stays busy
         Client(scripted(Says(status=429)).url, timeout=0.45).ask('completions', {})
