@@ -10,7 +10,7 @@ from lab.sessions.client import Answer, Client
 from lab.sessions.replay import percentiles
 
 LONG, REPEATS = 8_192, 5    # tokens of the long prompt
-STREAMS, TOKENS = 4, 2_000  # that run, and the length of their replies
+STREAMS, TOKENS = 4, 3_000  # that run, and the length of their replies
 PROMPT = 64                 # tokens of theirs and of the short prompt
 BEFORE_S = 3.0              # of undisturbed streams
 
