@@ -430,8 +430,8 @@ static void int8_matmul(const Linear& l, const Int8Rows& x, int64_t m, float* y,
         const int64_t block = i * step;
         auto rows_of = step == 2 && block + 1 < blocks ? int8_rows<8, 2> : int8_rows<WIDE ? 8 : 4, 1>;
         const int64_t tiles = (end - row + 7) / 8;
-        // for few rows the processor fetches well by itself
-        rows_of(l, x, row, end, block, y, finish, end - row < 8 ? l.k : 0, tiles, (end - row + tiles - 1) / tiles);
+        // for few rows the processor fetches well by itself; with narrower vectors nobody has measured it
+        rows_of(l, x, row, end, block, y, finish, step == 1 ? l.k : 0, tiles, (end - row + tiles - 1) / tiles);
     });
 }
 

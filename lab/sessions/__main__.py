@@ -25,7 +25,7 @@ from config.errors import UserError
 from config.sizes import parse_bytes
 from kv.console import output
 from kv.plan import plan_kv
-from lab.benchmarks.setting import numbers, processor, shape_of
+from lab.benchmarks.setting import check_target, numbers, processor, shape_of
 from lab.files import write_json
 from lab.sessions import servers, soak, stall
 from lab.sessions.client import Client
@@ -109,6 +109,7 @@ def span(text: str) -> tuple[int, int]:
 
 
 def run_make(args):
+    check_target(args.save)
     trace = make(args.preset, args.seed, **dict(args.set))
     trace.write(args.save)
     print(f'{args.save}: {trace.n_requests} requests of {len(trace.sessions)} sessions, at most '
@@ -119,6 +120,7 @@ def run_make(args):
 def server(args, longest: int):
     """Yield (URL of the server that the arguments name, its process or None, facts about it).
     longest: tokens of a conversation."""
+    check_target(args.save)
     if args.url:
         yield args.url, None, {'processor': processor()}
         return

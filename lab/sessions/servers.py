@@ -3,6 +3,7 @@
 llama.cpp gets a vanilla GPT-2 of the same width and depth, as it does not run ours.
 """
 import contextlib
+import shutil
 import socket
 import subprocess
 import sys
@@ -54,6 +55,8 @@ def started(name: str, program: str, longest: int, kv: int, more: list[str]):
     """
     command, usual = SERVERS[name]
     program = program or usual
+    if program and not shutil.which(program):
+        raise UserError(f'start={name!r}: {program} is not there (--program says where)')
     port = free_port()
     url = f'http://127.0.0.1:{port}'
     with (tempfile.TemporaryDirectory() as folder,
