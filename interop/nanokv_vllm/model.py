@@ -66,7 +66,7 @@ def make_rotary(config: NanoKVConfig, local: bool, max_model_len: int):
 
 class NanoKVAttention(nn.Module):
     """An owner projects q, k, v with one matrix (k twice where K = V), a reader only q; latents
-    have a matrix of their own. x (tokens, C) -> (tokens, C)."""
+    have a matrix of their own, and so have gates. x (tokens, C) -> (tokens, C)."""
 
     def __init__(self, config: NanoKVConfig, layer: int, vllm_config: VllmConfig, prefix: str):
         super().__init__()
@@ -96,6 +96,8 @@ class NanoKVAttention(nn.Module):
             self.k_up = sharded_parameter(self.n_head * D, self.latent)
             self.v_up = sharded_parameter(self.n_head * D, self.latent)
         self.c_proj = linear.RowParallelLinear(n_head * D, C, prefix=f'{prefix}.c_proj', **settings)
+        self.gate = None if not config.field('attn_gate') else linear.ColumnParallelLinear(
+            C, n_head, prefix=f'{prefix}.gate', **settings | {'bias': True})
         self.clamp, qk_norm = config.field('act_clamp'), config.field('qk_norm')
         self.q_norm = nn.RMSNorm(D, eps=1e-6) if qk_norm else None
         self.k_norm = nn.RMSNorm(self.width, eps=1e-6) if qk_norm and self.owns else None
@@ -112,7 +114,8 @@ class NanoKVAttention(nn.Module):
                               kv_sharing_target_layer_name=target, prefix=f'{prefix}.attn', **sinks)
 
     def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.projected(clamped(x, self.clamp))
+        x = clamped(x, self.clamp)
+        q, k, v = self.projected(x)
         q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
         if self.rotary is not None:
             q, k = self.rotary(positions, q, k)
@@ -126,8 +129,9 @@ class NanoKVAttention(nn.Module):
             y = torch.einsum('thc,hdc->thd', y, v_up)
         elif self.tied and self.rotary is not None:
             y = self._rotated_back(positions, y)
-        y, _ = self.c_proj(clamped(y.flatten(-2), self.clamp))
-        return y
+        if self.gate is not None:
+            y = y * self.gate(x)[0].sigmoid()[..., None]
+        return self.c_proj(clamped(y.flatten(-2), self.clamp))[0]
 
     def projected(self, x):
         """q, k, v, each (tokens, heads * width); None for those of another layer."""
@@ -180,8 +184,7 @@ class NanoKVMLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x, _ = self.c_fc(clamped(x, self.clamp))
         x = functional.relu(x).square() if self.relu2 else self.gelu(x)
-        x, _ = self.c_proj(clamped(x, self.clamp))
-        return x
+        return self.c_proj(clamped(x, self.clamp))[0]
 
 
 class NanoKVBlock(nn.Module):

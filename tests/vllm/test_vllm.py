@@ -26,7 +26,7 @@ FULL = dict(SHAPE, n_kv_head=1, layer_pattern='LLLLLG', kv_share='AABBBC', share
             pos_embedding='rope', qk_norm=True, window_size=32, bias=False)
 SHAPES = {'vanilla': SHAPE, 'full': FULL, 'heads of 24': dict(FULL, head_dim=24),  # kept in 32
           'gqa': dict(SHAPE, n_kv_head=2, layer_pattern='LG', window_size=20, pos_embedding='rope',
-                      rope_theta_global=1e5, gelu='tanh', mlp_hidden=320),
+                      rope_theta_global=1e5, gelu='tanh', mlp_hidden=320, attn_gate=True),
           'tied': dict(FULL, kv_tied='all', n_kv_head=2, attn_sink=True, gelu='relu2',
                        act_clamp=2.5, rope_fraction_global=0.3, bias=True),
           'tied global': dict(FULL, kv_tied='global', attn_sink=True, rope_fraction_global=0.0),
