@@ -16,6 +16,7 @@
 #endif
 
 #include "threads.h"
+#include "tiles.h"
 
 #define INLINE static inline __attribute__((always_inline))
 #define VECTOR(bytes) __attribute__((vector_size(bytes), aligned(1), may_alias))  // at any address
@@ -361,8 +362,15 @@ INLINE int64_t rows_at_once(const Linear& l, int64_t row_bytes, int64_t multiple
     return std::max<int64_t>(1, rows / multiple);
 }
 
+// 16 results of a row of x, from sums of products with bytes that are w + 128: too large by 128 * sum(x)
+INLINE void finish_int8(const Linear& l, const Int8Rows& x, int64_t row, int64_t column, i16x sums, float* y, int finish) {
+    const i16x dot = sums - (SIGNED ? 0 : 128) * x.sum[row];
+    const f16x value = converted(dot) * (load((const float*)l.scale + column) * x.scale[row]);
+    finish16(value, l.bias ? l.bias + column : nullptr, y + row * l.n + column, l.n - column, finish);
+}
+
 // R rows of x against BLOCKS blocks of 16 weight rows. A block has, for each group of 4 columns,
-// its 16 rows' 4 bytes: one load for 64 products. The bytes are w + 128, which adds 128 * sum(x).
+// its 16 rows' 4 bytes: one load for 64 products.
 // UNROLL: groups of columns with sums of their own, so that no sum waits for the one before.
 // Meanwhile the weights that this thread takes next are fetched, a line in `every`, after `wait`.
 template <int R, int BLOCKS, int UNROLL>
@@ -394,14 +402,24 @@ static void int8_tile(const Linear& l, const Int8Rows& x, int64_t row, int64_t b
             for (int u = 1; u < UNROLL; u++) sums[r][b] += acc[r][b][u];
         }
     for (int b = 0; b < BLOCKS; b++)
-        for (int r = 0; r < R; r++) {
-            int64_t column = (block + b) * LANES;
-            i16x dot = sums[r][b] - (SIGNED ? 0 : 128) * x.sum[row + r];
-            f16x value = converted(dot) * (load((const float*)l.scale + column) * x.scale[row + r]);
-            finish16(value, l.bias ? l.bias + column : nullptr, y + (row + r) * l.n + column,
-                     l.n - column, finish);
-        }
+        for (int r = 0; r < R; r++) finish_int8(l, x, row + r, (block + b) * LANES, sums[r][b], y, finish);
 }
+
+#if TILES
+// The rows of x up to `end` against BLOCKS blocks, 16 at a time; of rows past the last one anything is read.
+template <int BLOCKS>
+static void int8_on_tiles(const Linear& l, const Int8Rows& x, int64_t row, int64_t end, int64_t block, float* y, int finish) {
+    const int64_t n = BLOCKS * LANES;
+    const uint8_t* w = (const uint8_t*)l.weight + block * LANES * l.k;
+    int32_t sums[LANES][BLOCKS][LANES];
+    for (int64_t ahead = n; row < end; row += LANES, ahead = 0) {
+        tile_sums<BLOCKS, false>(x.values + row * l.k, w, l.k, w + threads_here() * n * l.k, ahead, sums);
+        for (int64_t r = 0; r < std::min<int64_t>(LANES, end - row); r++)
+            for (int b = 0; b < BLOCKS; b++)
+                finish_int8(l, x, row + r, (block + b) * LANES, *(const ints*)sums[r][b], y, finish);
+    }
+}
+#endif
 
 // f(row, end, block) for all rows of x and blocks of weight rows: as many rows at a time as stay in a
 // core's cache while it goes through blocks.
@@ -425,6 +443,14 @@ static void int8_rows(const Linear& l, const Int8Rows& x, int64_t row, int64_t e
 
 static void int8_matmul(const Linear& l, const Int8Rows& x, int64_t m, float* y, int finish) {
     const int64_t blocks = (l.n + LANES - 1) / LANES, step = m < 8 || !WIDE ? 1 : 2;
+#if TILES
+    if (tiles() && m >= 8 && l.k % 64 == 0)
+        return share_products(l, m, (blocks + 2) / 3, 1, [&](int64_t row, int64_t end, int64_t i) {
+            const int64_t left = blocks - 3 * i;
+            const auto rows_of = left > 2 ? int8_on_tiles<3> : left > 1 ? int8_on_tiles<2> : int8_on_tiles<1>;
+            rows_of(l, x, row, end, 3 * i, y, finish);
+        });
+#endif
     const int64_t chunk = step == 1 ? rows_at_once(l, l.k, LANES) : 1;
     share_products(l, m, (blocks + step - 1) / step, chunk, [&](int64_t row, int64_t end, int64_t i) {
         const int64_t block = i * step;
@@ -561,6 +587,10 @@ static void group_rows(const Linear& l, const float* x, int64_t group, int64_t m
     const W* w = (const W*)l.weight + column * k;
     x += group * LANES * k / AT_ONCE<W>;
     int64_t c = 0;
+#if TILES
+    if constexpr (AT_ONCE<W> == 2)
+        if (tiles() && count == LANES && k % 32 == 0) tile_sums<V, true>(w, x, 2 * k, w + ahead, ahead ? LANES : 0, out), c = LANES;
+#endif
     for (; c + COLUMNS <= count; c += COLUMNS) group_tile<V, COLUMNS>(w + c * k, x, k, ahead, out[c]);
     for (; c < count; c++) group_tile<V, 1>(w + c * k, x, k, 0, out[c]);
     for (int64_t r = 0, row = group * LANES; r < V * LANES && row < m; r++, row++) {

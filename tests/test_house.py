@@ -26,15 +26,15 @@ BUDGETS = {
     'train.py sample.py chat.py serve.py ablate.py bench.py': 1_024,
     'lab/': 6_699,
     'serving/': 1_360,
-    'interop/': 1_797,
+    'interop/': 1_800,
     'training/': 4_137,
     'extension/': 91,
-    'engine/': 5_113,
+    'engine/': 5_136,
     'attention/': 852,  # without the core, like kv/
     'kv/': 1_381,
     'data/': 2_492,
     'config/ configurator.py': 2_091,
-    'tests/': 26_290,
+    'tests/': 26_350,
 }
 house = pytest.mark.house
 

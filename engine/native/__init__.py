@@ -1,6 +1,7 @@
 """The decode step's C++ extension (decode.cpp): matmuls and whole decode steps at memory speed."""
 import ctypes
 import functools
+import sys
 from pathlib import Path
 
 import torch
@@ -35,7 +36,29 @@ def _checked(found: ctypes.CDLL) -> ctypes.CDLL:
             raise Unavailable(f'{struct.__name__} has a different size in the extension')
     for name in ('nanokv_decode', 'nanokv_linear', 'nanokv_attend', 'nanokv_gelu'):
         getattr(found, name).restype = None
+    if found.nanokv_tiles(1) and not _tiles_agree(found):
+        print('Note: matmuls on AMX tiles are wrong here and not used, slower', file=sys.stderr)
+        found.nanokv_tiles(0)
     return found
+
+
+def _tiles_agree(found: ctypes.CDLL) -> bool:
+    """Whether matmuls on tiles (AMX) give what they give without them."""
+    m, n, k = 40, 48, 128
+    generator = torch.Generator().manual_seed(0)
+    x, floats = (torch.randn(rows, k, generator=generator) for rows in (m, n))
+    scale = torch.ones(n)
+    for dtype, weight in ((INT8, floats.mul(30).add(128).byte()), (BFLOAT16, floats.bfloat16())):
+        linear = Linear(weight.data_ptr(), scale.data_ptr(), None, n, k, dtype, k)
+        y = torch.empty(2, m, n)
+        for on in (0, 1):
+            found.nanokv_tiles(on)
+            found.nanokv_linear(ctypes.byref(linear), ctypes.c_void_p(x.data_ptr()),
+                                ctypes.c_int64(m), ctypes.c_void_p(y[on].data_ptr()),
+                                ctypes.c_int64(1))
+        if not torch.allclose(*y, rtol=1e-4, atol=1e-4 * y[0].std().item()):
+            return False
+    return True
 
 
 # -- the structs of kernels.h, slots.h and chunks.h ------------------------------------------------

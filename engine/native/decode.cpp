@@ -333,7 +333,7 @@ extern "C" void nanokv_attend(const Chunk* chunk) {
 // y (m, n) = x (m, k) @ weight.T + bias
 extern "C" void nanokv_linear(const Linear* linear, const float* x, int64_t m, float* y, int64_t threads) {
     bool quantized = linear->dtype == INT8 || linear->dtype == INT4;
-    Buffer<activation_t> values(quantized ? m * linear->k : 4 * (m + LANES) * linear->k);
+    Buffer<activation_t> values((quantized ? 1 : 4) * (m + LANES) * linear->k);
     Buffer<float> scale(m);
     Buffer<int32_t> sums(quantized ? m * linear->k / linear->group : 0);
     Int8Rows rows{values.data(), scale.data(), sums.data()};
