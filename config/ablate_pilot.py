@@ -1,6 +1,5 @@
 # Does the price of each saving change with longer training? The rows of config/ablate_pysource.py
 # in a small model of 0.8M parameters, trained on 2, 8 and 20 tokens per parameter:
-#   python -m lab.scripts.pilot --seeds=1,2,3      # this config three times, from shared trunks
 #   python ablate.py config/ablate_pilot.py        # 20 tokens per parameter alone
 #
 # Predicted before the first run, at 20 tokens per parameter, in nats per token: MQA costs 0.03, the

@@ -24,7 +24,7 @@ CORE_TOKENS = 16_276
 # number. These are the sizes of today; the aim is 25,000 lines without tests, 22,500 of tests.
 BUDGETS = {
     'train.py sample.py chat.py serve.py ablate.py bench.py': 1_024,
-    'lab/': 6_699,
+    'lab/': 6_607,
     'serving/': 1_360,
     'interop/': 1_800,
     'training/': 4_137,
@@ -33,7 +33,7 @@ BUDGETS = {
     'attention/': 852,  # without the core, like kv/
     'kv/': 1_381,
     'data/': 2_492,
-    'config/ configurator.py': 2_091,
+    'config/ configurator.py': 2_090,
     'tests/': 26_350,
 }
 house = pytest.mark.house
