@@ -1,4 +1,8 @@
 """How the vLLM plugin reads config.json, which does not need vLLM itself."""
+import dataclasses
+import re
+from pathlib import Path
+
 import pytest
 
 from config.gpt_config import GPTConfig, fields_with, model_args
@@ -25,6 +29,17 @@ def test_it_knows_the_fields_that_there_are():
         NanoKVConfig(nanokv={'colour': 'red'})
     with pytest.raises(ValueError, match='nanokv.key_offset=True: .*vLLM'):
         shapes(NanoKVConfig(nanokv={'key_offset': True}))
+
+
+def test_the_docs_have_every_field_and_name_those_that_the_export_refuses():
+    folder = Path(__file__).parents[2] / 'docs'
+    table = (folder / 'interop.md').read_text(encoding='utf-8')
+    rows = re.findall(r'^\| (.*) \| yes \| refused \| refused \|$', table, re.MULTILINE)
+    names = {f.name for f in dataclasses.fields(GPTConfig)}
+    refused = names - set(fields_with('known', 'export'))
+    assert set(re.findall(r'`(\w+)`', ' '.join(rows))) == refused
+    text = ' '.join(path.read_text(encoding='utf-8') for path in folder.glob('*.md'))
+    assert names - set(re.findall(r'\w+', text)) == {'vocab_size'}
 
 
 @pytest.mark.parametrize('key, value', [('sliding_window', 3), ('num_hidden_layers', 1)])
