@@ -411,9 +411,11 @@ template <int BLOCKS>
 static void int8_on_tiles(const Linear& l, const Int8Rows& x, int64_t row, int64_t end, int64_t block, float* y, int finish) {
     const int64_t n = BLOCKS * LANES;
     const uint8_t* w = (const uint8_t*)l.weight + block * LANES * l.k;
-    int32_t sums[LANES][BLOCKS][LANES];
-    for (int64_t ahead = n; row < end; row += LANES, ahead = 0) {
-        tile_sums<BLOCKS, false>(x.values + row * l.k, w, l.k, w + threads_here() * n * l.k, ahead, sums);
+    const uint8_t* next = w + threads_here() * n * l.k;
+    const int64_t passes = (end - row + LANES - 1) / LANES, ahead = (n + passes - 1) / passes;
+    alignas(64) int32_t sums[LANES][BLOCKS][LANES];
+    for (; row < end; row += LANES, next += ahead * l.k) {
+        tile_sums<BLOCKS, false>(x.values + row * l.k, w, l.k, next, ahead, sums);
         for (int64_t r = 0; r < std::min<int64_t>(LANES, end - row); r++)
             for (int b = 0; b < BLOCKS; b++)
                 finish_int8(l, x, row + r, (block + b) * LANES, *(const ints*)sums[r][b], y, finish);
@@ -421,11 +423,11 @@ static void int8_on_tiles(const Linear& l, const Int8Rows& x, int64_t row, int64
 }
 #endif
 
-// f(row, end, block) for all rows of x and blocks of weight rows: as many rows at a time as stay in a
-// core's cache while it goes through blocks.
+// f(row, end, block) for all rows of x and blocks of weight rows: as many rows at a time, a multiple of
+// `step`, as stay in `room` bytes of a core's cache while it goes through blocks.
 template <typename F>
-static void share_products(const Linear& l, int64_t m, int64_t blocks, int64_t chunk, F f) {
-    const int64_t rows = std::max<int64_t>(16, 131072 / (l.k * sizeof(activation_t)) / 8 * 8);
+static void share_products(const Linear& l, int64_t m, int64_t blocks, int64_t chunk, int64_t room, int64_t step, F f) {
+    const int64_t rows = std::max<int64_t>(16, room / (l.k * sizeof(activation_t)) / step * step);
     share((m + rows - 1) / rows * blocks, chunk, [&](int64_t i) {
         f(i / blocks * rows, std::min(m, i / blocks * rows + rows), i % blocks);
     });
@@ -445,14 +447,15 @@ static void int8_matmul(const Linear& l, const Int8Rows& x, int64_t m, float* y,
     const int64_t blocks = (l.n + LANES - 1) / LANES, step = m < 8 || !WIDE ? 1 : 2;
 #if TILES
     if (tiles() && m >= 8 && l.k % 64 == 0)
-        return share_products(l, m, (blocks + 2) / 3, 1, [&](int64_t row, int64_t end, int64_t i) {
+        return share_products(l, m, (blocks + 2) / 3, 1, 1 << 20, LANES, [&](int64_t row, int64_t end, int64_t i) {
+            WithTiles here;
             const int64_t left = blocks - 3 * i;
             const auto rows_of = left > 2 ? int8_on_tiles<3> : left > 1 ? int8_on_tiles<2> : int8_on_tiles<1>;
             rows_of(l, x, row, end, 3 * i, y, finish);
         });
 #endif
     const int64_t chunk = step == 1 ? rows_at_once(l, l.k, LANES) : 1;
-    share_products(l, m, (blocks + step - 1) / step, chunk, [&](int64_t row, int64_t end, int64_t i) {
+    share_products(l, m, (blocks + step - 1) / step, chunk, 131072, 8, [&](int64_t row, int64_t end, int64_t i) {
         const int64_t block = i * step;
         auto rows_of = step == 2 && block + 1 < blocks ? int8_rows<8, 2> : int8_rows<WIDE ? 8 : 4, 1>;
         const int64_t tiles = (end - row + 7) / 8;
@@ -492,7 +495,7 @@ static void int4_tile(const Linear& l, const Int8Rows& x, int64_t row, int64_t b
 
 static void int4_matmul(const Linear& l, const Int8Rows& x, int64_t m, float* y, int finish) {
     const int64_t blocks = (l.n + LANES - 1) / LANES, chunk = rows_at_once(l, l.k / 2, LANES);
-    share_products(l, m, blocks, chunk, [&](int64_t row, int64_t end, int64_t block) {
+    share_products(l, m, blocks, chunk, 131072, 8, [&](int64_t row, int64_t end, int64_t block) {
         for (; row + 4 <= end; row += 4) int4_tile<4>(l, x, row, block, y, finish);
         if (row + 2 <= end) int4_tile<2>(l, x, row, block, y, finish), row += 2;
         if (row < end) int4_tile<1>(l, x, row, block, y, finish);
@@ -580,7 +583,7 @@ constexpr int GROUPS = WIDE ? 3 : 1, COLUMNS = WIDE ? 8 : 4;  // of a tile, as m
 template <int V, typename W>
 static void group_rows(const Linear& l, const float* x, int64_t group, int64_t m, int64_t column,
                        float* y, int finish) {
-    float out[LANES][V * LANES];
+    alignas(64) float out[LANES][V * LANES];
     const int64_t k = l.k, count = std::min<int64_t>(LANES, l.n - column);
     // the other groups find the weights in the cache
     const int64_t ahead = group ? 0 : LANES * k;
@@ -629,6 +632,7 @@ static void float_matmul(const Linear& l, const float* x, int64_t m, float* y, i
     if (groups) transpose<W>(x, m, l.k, groups, room);
     share((l.n + LANES - 1) / LANES, rows_at_once(l, l.k * sizeof(W), LANES), [&](int64_t block) {
         int64_t column = block * LANES, group = 0, row = groups * LANES;
+        WithTiles here;
         for (; group + GROUPS <= groups; group += GROUPS) group_rows<GROUPS, W>(l, room, group, m, column, y, finish);
         if (WIDE && group + 2 <= groups) group_rows<2, W>(l, room, group, m, column, y, finish), group += 2;
         if (group < groups) group_rows<1, W>(l, room, group, m, column, y, finish);
