@@ -29,7 +29,7 @@ BUDGETS = {
     'interop/': 1_800,
     'training/': 4_137,
     'extension/': 91,
-    'engine/': 5_137,
+    'engine/': 5_138,
     'attention/': 852,  # without the core, like kv/
     'kv/': 1_381,
     'data/': 2_492,

@@ -48,7 +48,8 @@ def _tiles_agree(found: ctypes.CDLL) -> bool:
     for m, n in ((40, 48), (24, 32), (8, 16)):
         x, floats = (torch.randn(rows, k, generator=generator) for rows in (m, n))
         scale = torch.ones(n)
-        for dtype, weight in ((INT8, floats.mul(30).add(128).byte()), (BFLOAT16, floats.bfloat16())):
+        weights = {INT8: floats.mul(30).add(128).byte(), BFLOAT16: floats.bfloat16()}
+        for dtype, weight in weights.items():
             linear = Linear(weight.data_ptr(), scale.data_ptr(), None, n, k, dtype, k)
             y = torch.empty(2, m, n)
             for on in (0, 1):
