@@ -81,8 +81,9 @@ class CausalSelfAttention(nn.Module):
         if config.attn_sink:
             self.sink = nn.Parameter(torch.zeros(self.n_head))
         if slot.stride > 1 and layer.owns:  # weights of the places in a block
-            size = slot.n_kv_head * slot.stride * slot.width
-            self.block_bias = nn.Parameter(torch.randn(size))
+            # at first the same in all channels: else entries are learned later (docs/results.md)
+            of_places = torch.randn(slot.n_kv_head * slot.stride, 1)
+            self.block_bias = nn.Parameter(of_places.expand(-1, slot.width).flatten())
 
     def queries_keys_values(self, x, rope=None, cache=None):
         """x (B, t, C) -> q (B, H, t, D), and in an owner its (K, V), each (B, Hkv, t, D), otherwise

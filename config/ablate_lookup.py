@@ -45,8 +45,6 @@ side_rows = {
     # one entry for every two or four tokens, with the key offset
     **{f'blocks of {n}': ('+ global KV tied', dict(kv_stride=n, dtype='float32') | _NOPE | _STEP)
        for n in (2, 4)},
-    'blocks of 4 for 2500 steps': ('blocks of 4', dict(
-        max_iters=2500, lr_decay_iters=2500) | _STEP),
     # controls: with and without the key before, and without memory
     'global first, tied, key offset': ('global first, tied', dict(key_offset=True, seeds='1')),
     'MHA': ('MHA with key offset', dict(key_offset=False, seeds='1,2')),
