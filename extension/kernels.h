@@ -448,7 +448,7 @@ static void int8_matmul(const Linear& l, const Int8Rows& x, int64_t m, float* y,
 #if TILES
     if (tiles() && m >= 8 && l.k % 64 == 0)
         return share_products(l, m, (blocks + 2) / 3, 1, 1 << 20, LANES, [&](int64_t row, int64_t end, int64_t i) {
-            WithTiles here;
+            WithTiles here(true);
             const int64_t left = blocks - 3 * i;
             const auto rows_of = left > 2 ? int8_on_tiles<3> : left > 1 ? int8_on_tiles<2> : int8_on_tiles<1>;
             rows_of(l, x, row, end, 3 * i, y, finish);
@@ -632,7 +632,7 @@ static void float_matmul(const Linear& l, const float* x, int64_t m, float* y, i
     if (groups) transpose<W>(x, m, l.k, groups, room);
     share((l.n + LANES - 1) / LANES, rows_at_once(l, l.k * sizeof(W), LANES), [&](int64_t block) {
         int64_t column = block * LANES, group = 0, row = groups * LANES;
-        WithTiles here;
+        WithTiles here(AT_ONCE<W> == 2);
         for (; group + GROUPS <= groups; group += GROUPS) group_rows<GROUPS, W>(l, room, group, m, column, y, finish);
         if (WIDE && group + 2 <= groups) group_rows<2, W>(l, room, group, m, column, y, finish), group += 2;
         if (group < groups) group_rows<1, W>(l, room, group, m, column, y, finish);

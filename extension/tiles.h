@@ -22,8 +22,8 @@ struct alignas(64) TileConfig {
 static const TileConfig SEVEN_TILES;
 
 struct WithTiles {  // while it exists, its thread has them; torch's own matmuls want them unset
-    const bool on = tiles();
-    WithTiles() { if (on) _tile_loadconfig(&SEVEN_TILES); }
+    const bool on;
+    explicit WithTiles(bool wanted) : on(wanted && tiles()) { if (on) _tile_loadconfig(&SEVEN_TILES); }
     ~WithTiles() { if (on) _tile_release(); }
 };
 
@@ -54,7 +54,7 @@ static void tile_sums(const void* a, const void* b, int64_t row_bytes, const voi
 #else
 static bool tiles_wanted;
 static bool tiles() { return false; }
-struct WithTiles { WithTiles() {} };  // not trivial, so that nobody warns
+struct WithTiles { explicit WithTiles(bool) {} };
 #endif
 
 extern "C" int32_t nanokv_tiles(int32_t wanted) {  // whether matmuls use them from now on

@@ -240,6 +240,7 @@ def test_our_server_computes_what_it_must(tmp_path, capsys):
     (['replay', 't', '--url=x', '--users=-1'], 'users=-1'),
     (['replay', 't', '--url=x', '--rate=0'], 'rate=0'),
     (['make', 'chat', '--save=nowhere/t'], 'save='),
+    (['replay', 't', '--start=vllm', '--program=nowhere'], 'nowhere is not there'),
     (['replay', 't', '--url=127.0.0.1:1'], 'refused'),
     (['stall', '--url=127.0.0.1:1'], 'refused'), (['soak', '--url=127.0.0.1:1'], 'refused')],
     ids=str)
