@@ -132,6 +132,23 @@ def test_logits_equal_those_of_the_models_forward(kind, kv_dtype, paged):
     assert largest_gap_of_chunks(model, *caches(model, kv_dtype, 3, paged), CHUNKS) < bound
 
 
+@pytest.mark.parametrize('n_kv_head, far', [(1, 1), (2, 1), (1, 64)])
+def test_keys_that_score_far_below_weigh_exactly_0(n_kv_head, far):
+    """The first values are so large that a weight above 0 shows."""
+    fields = dict(KINDS['vanilla'], block_size=128, n_kv_head=n_kv_head)
+    model, found = random_model(GPTConfig(**fields), torch.float32), []
+    for block in model.transformer.h:
+        block.attn.c_attn.weight.data[:32] = 0
+        block.attn.c_attn.bias.data[:32] = 1  # queries
+    for value in (0, 3e38 / far):
+        cache = model.new_cache(1, 128, 'float32').fill_(100)
+        for store in cache.stores:
+            k, v = store.tensors
+            k.zero_()[:, :, :far], v.fill_(0.1)[:, :, :far] = -90 / 4, value
+        found.append(native_decode(model, cache)(torch.tensor([[1]])).clone())
+    assert torch.equal(*found)
+
+
 def test_logits_are_of_the_chunks_that_are_wanted(wide):
     texts, all_, some = [[1, 2, 3], [4], [5, 6]], *(wide.new_cache(3, 64) for _ in 'ab')
     expected = native_decode(wide, all_).extend(texts, [0, 2, 1], [True] * 3)
