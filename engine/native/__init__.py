@@ -36,9 +36,10 @@ def _checked(found: ctypes.CDLL) -> ctypes.CDLL:
             raise Unavailable(f'{struct.__name__} has a different size in the extension')
     for name in ('nanokv_decode', 'nanokv_linear', 'nanokv_attend', 'nanokv_gelu'):
         getattr(found, name).restype = None
-    if found.nanokv_tiles(1) and not _tiles_agree(found):
+    found.tiles = bool(found.nanokv_tiles(1))
+    if found.tiles and not _tiles_agree(found):
         print('Note: matmuls on AMX tiles are wrong here and not used, slower', file=sys.stderr)
-        found.nanokv_tiles(0)
+        found.tiles = bool(found.nanokv_tiles(0))
     return found
 
 

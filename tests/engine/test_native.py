@@ -135,16 +135,14 @@ def test_logits_equal_those_of_the_models_forward(kind, kv_dtype, paged):
 @pytest.mark.parametrize('n_kv_head, far', [(1, 1), (2, 1), (1, 64)])
 def test_keys_that_score_far_below_weigh_exactly_0(n_kv_head, far):
     """The first values are so large that a weight above 0 shows."""
-    fields = dict(KINDS['vanilla'], block_size=128, n_kv_head=n_kv_head)
+    fields = dict(KINDS['vanilla'], block_size=128, n_layer=1, n_kv_head=n_kv_head)
     model, found = random_model(GPTConfig(**fields), torch.float32), []
-    for block in model.transformer.h:
-        block.attn.c_attn.weight.data[:32] = 0
-        block.attn.c_attn.bias.data[:32] = 1  # queries
+    c_attn = model.transformer.h[0].attn.c_attn
+    c_attn.weight.data[:32], c_attn.bias.data[:32] = 0, 1  # queries
     for value in (0, 3e38 / far):
         cache = model.new_cache(1, 128, 'float32').fill_(100)
-        for store in cache.stores:
-            k, v = store.tensors
-            k.zero_()[:, :, :far], v.fill_(0.1)[:, :, :far] = -90 / 4, value
+        k, v = cache.stores[0].tensors
+        k.zero_()[:, :, :far], v.fill_(0.1)[:, :, :far] = -90 / 4, value
         found.append(native_decode(model, cache)(torch.tensor([[1]])).clone())
     assert torch.equal(*found)
 
