@@ -105,24 +105,55 @@ def test_a_fault_is_found(where, attribute, fault, changes, name, monkeypatch):
     assert found and not found.startswith('('), 'not found'
 
 
-@pytest.mark.slow
-def test_the_example_in_the_docs(tmp_path):
-    """HeadScale of docs/architecture.md, applied to a copy of the project."""
+@pytest.fixture
+def changed_copy(tmp_path):
+    """A function of the number of an example in docs/architecture.md: a copy of the project with
+    its lines."""
     listed = subprocess.run(['git', 'ls-files', '*.py', '*.h', '*.cpp'], cwd=ROOT, text=True,
                             capture_output=True, check=True).stdout.split()
     for path in (path for path in listed if not path.startswith('tests/')):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, tmp_path / path)
     docs = (ROOT / 'docs' / 'architecture.md').read_text(encoding='utf-8')
-    [diff] = re.findall(r'```diff\n(.*?)```', docs, re.DOTALL)
-    for command in (['git', 'apply', '--unsafe-paths', '-'],
-                    [sys.executable, '-m', 'lab.conform', 'config/train_mqa_local.py',
-                     '--head_scale=True']):
-        done = subprocess.run(command, cwd=tmp_path, input=diff, text=True, capture_output=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-    # decode steps, the export and the count of parameters refuse it
-    assert done.stdout.count('(head_scale=True)') == 4
-    assert done.stdout.count('\N{CHECK MARK}') == len(conform.CHECKS) - 4
+    diffs = re.findall(r'```diff\n(.*?)```', docs, re.DOTALL)
+
+    def apply(number):
+        done = subprocess.run(['git', 'apply', '--unsafe-paths', '-'], cwd=tmp_path, text=True,
+                              input=diffs[number], capture_output=True)
+        assert done.returncode == 0, done.stderr
+        return tmp_path
+    return apply
+
+
+def conformed(folder, *flags):
+    return subprocess.run([sys.executable, '-m', 'lab.conform', 'config/train_mqa_local.py',
+                           *flags], cwd=folder, text=True, capture_output=True)
+
+
+MASK = ['--global_every=4', '--global_last=64']
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('number, flags, n_refused', [(0, ['--head_scale=True'], 4), (1, MASK, 3)])
+def test_the_examples_in_the_docs(changed_copy, number, flags, n_refused):
+    """Decode steps and the export refuse both; the count of parameters refuses the first."""
+    done = conformed(changed_copy(number), *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(f'({flags[0][2:]})') == n_refused
+    assert done.stdout.count('\N{CHECK MARK}') == len(conform.CHECKS) - n_refused
+
+
+@pytest.mark.slow
+def test_a_mask_in_the_full_forward_pass_only_is_found(changed_copy):
+    folder = changed_copy(1)
+    for path in ('kv/cache.py', 'engine/pages/cache.py'):
+        text = (folder / path).read_text(encoding='utf-8')
+        assert 'layer.mask' in text
+        (folder / path).write_text(text.replace('layer.mask', '0'), encoding='utf-8')
+    done = conformed(folder, *MASK)
+    assert done.returncode == 1 and '1 of 1 configs differ' in done.stderr
+    for name in ('cache, float64', 'cache, float32', 'ragged rows', 'engine and prefix cache'):
+        assert f'\N{BALLOT X}  {name}' in done.stdout
 
 
 def test_sequences_are_twice_as_long_as_the_numbers_of_new_fields(monkeypatch):
