@@ -148,7 +148,8 @@ class CausalSelfAttention(nn.Module):
         if self.slot.stride > 1:
             from attention.blocks import block_attention
             return block_attention(q, k, v, self.slot.stride, dropout_p, self.sink)
-        return self.attend(q, k, v, self.layer.window, dropout_p, self.backend, self.sink)
+        window = self.layer.mask or self.layer.window
+        return self.attend(q, k, v, window, dropout_p, self.backend, self.sink)
 
     def attend_to_cache(self, q, kv, cache):
         """Attention to everything in the cache, after it has stored kv (None in a reader)."""

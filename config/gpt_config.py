@@ -17,8 +17,9 @@ def _key(default, meaning, choices=(), tries=(), trained='', known=()):
         choices needs none.
     trained: whether a trained model may change it, because no weight depends on it: 'free', or
         'memory' if `interop.convert` may, too; 'pooled' = only `interop.convert` can; '' = nobody.
-    known: programs that have learned what it means, of 'fast' (decode steps beside model.py's) and
-        'export'; all others refuse it where it is not the default.
+    known: programs that have learned what it means, of 'fast' (decode steps beside model.py's, and
+        attention of training in C++), 'export' and 'count' (of parameters, `kv.capacity`); all
+        others refuse it where it is not the default.
     """
     if isinstance(default, bool):
         tries = (not default,)
@@ -27,7 +28,7 @@ def _key(default, meaning, choices=(), tries=(), trained='', known=()):
                                                 trained=trained, known=known))
 
 
-_known = functools.partial(_key, known=('fast', 'export'))
+_known = functools.partial(_key, known=('fast', 'export', 'count'))
 
 
 @dataclass
@@ -90,13 +91,13 @@ class GPTConfig:
         tries=(4, 8, 12, 16))
     window_pattern: str = _key(
         '', 'aligned with layer_pattern: the window of each layer, 0 for a G, in place of '
-        "window_size, as '16,16,64,16,16,0'", trained='memory', known=('fast',))
+        "window_size, as '16,16,64,16,16,0'", trained='memory', known=('fast', 'count'))
     kv_head_pattern: str = _key(
         '', 'aligned with layer_pattern: the K/V heads of each layer, 0 = n_kv_head, as '
-        "'1,1,1,1,1,4'", trained='pooled', known=('fast',))
+        "'1,1,1,1,1,4'", trained='pooled', known=('fast', 'count'))
     kv_stride: int = _key(
         1, 'tokens in a block: global layers store one mean for each block, and have no RoPE; '
-        '1 = every token', tries=(2, 3, 4, 16))
+        '1 = every token', tries=(2, 3, 4, 16), known=('count',))
     attn_gate: bool = _known(
         False, "a gate on each head's output: the sigmoid of a linear map of the layer's input")
     act_clamp: float = _known(
@@ -248,6 +249,15 @@ def fields_with(name: str, *values) -> tuple[str, ...]:
     """The names of the fields whose metadata `name` is one of the values, or contains one."""
     return tuple(f.name for f in dataclasses.fields(GPTConfig) if f.metadata[name] in values
                  or set(values) & set(f.metadata[name]))
+
+
+def unknown_field(config: GPTConfig, program: str) -> str:
+    """'name=value' of a field that is not `known` to the program nor at its default; '' = none."""
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if value != f.default and program not in f.metadata.get('known', ()):
+            return f'{f.name}={value!r}'
+    return ''
 
 
 # the `model_args` of nanoGPT's checkpoints

@@ -20,7 +20,7 @@ from config.errors import UserError, at_least
 from config.gpt_config import GPTConfig
 from config.schema import KV, MODEL
 from config.sizes import nice_bytes, parse_bytes
-from kv.capacity import WEIGHT_BYTES, parameters, prefill_flops, vocabulary
+from kv.capacity import WEIGHT_BYTES, note_uncounted, parameters, prefill_flops, vocabulary
 from kv.plan import plan_kv
 from kv.report import REPORTED_DTYPES, account
 from kv.svg import plan_svg
@@ -60,6 +60,7 @@ def describe_plan(saved: list[str], s) -> dict:
     plan, T = plan_kv(config), s.max_seq_len or config.block_size
     at_least(s, max_seq_len=0, batch=1)
 
+    note_uncounted(config)
     n = parameters(config, plan)
     sizes = {dtype: n * size for dtype, size in WEIGHT_BYTES.items()}
     flops, untrimmed = (prefill_flops(config, plan, T, trim=trim) / T for trim in (True, False))

@@ -111,7 +111,7 @@ class RaggedToken(RaggedChunk):
 
     def attend(self, q, visible, layer, sink):
         kv, kv_lens = visible
-        return cached_attention(q, *kv, kv_lens=kv_lens, sink=sink)
+        return cached_attention(q, *kv, kv_lens=kv_lens, window=layer.mask, sink=sink)
 
 
 def make_step(t: int, lens: list[int], starts: list[int], rows: list[int], device) -> Step:
@@ -361,4 +361,4 @@ def attend_chunk(q, kv, layer: Layer, sink, t: int, start: int):
         return attend_blocks(q, kv, layer.stride, sink, t, start)
     if q.size(2) < t:  # the last `window` keys, or all
         kv = [x[:, :, -layer.window:].clone(memory_format=torch.contiguous_format) for x in kv]
-    return cached_attention(q, *kv, window=layer.window, sink=sink)
+    return cached_attention(q, *kv, window=layer.mask or layer.window, sink=sink)

@@ -26,7 +26,7 @@ import math
 
 import configurator
 from config.errors import UserError
-from config.gpt_config import GPTConfig
+from config.gpt_config import GPTConfig, unknown_field
 from config.schema import CAPACITY, MODEL
 from config.sizes import parse_bytes
 from data.datasets import DATA_ROOT
@@ -81,6 +81,12 @@ def parameters(config: GPTConfig, plan: KVPlan) -> int:
             total += slot.n_kv_head * slot.stride * slot.width
         total += config.qk_norm * (plan.head_dim + slot.head_dim * layer.owns)
     return total
+
+
+def note_uncounted(config: GPTConfig) -> None:
+    """Print a note if `parameters` does not know a setting."""
+    if unknown := unknown_field(config, 'count'):
+        print(f'Note: parameters of {unknown} are not counted: kv.capacity does not know them')
 
 
 def attention_flops(plan: KVPlan, layer: Layer, tokens: int, before: int) -> int:
@@ -171,6 +177,7 @@ def compare(s) -> dict:
             raise UserError(f'{name}={getattr(s, name):g}: must be from {low:g} to {high:g}')
     s.vocab_size = s.vocab_size or vocabulary(s)
     config = GPTConfig(vocab_size=s.vocab_size, **{key.name: getattr(s, key.name) for key in MODEL})
+    note_uncounted(config)
     plan = plan_kv(config)
     held = s.context + s.message_tokens + s.new_tokens
     if config.pos_embedding == 'learned' and held > config.block_size:

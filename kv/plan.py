@@ -29,13 +29,15 @@ KV_DTYPES = {'float64': (8, 0), 'float32': (4, 0), 'bfloat16': (2, 0), 'float16'
 @dataclass(frozen=True)
 class Layer:
     """KV settings of one transformer block. `window` is 0 in global layers; `stride` is that of
-    its slot."""
+    its slot. mask: 0, or in a global layer a function (q_pos, k_pos) -> which of the keys up to its
+    own a query sees, for ints and tensors."""
     index: int
     kind: str
     window: int
     slot: int
     owns: bool
     stride: int = 1
+    mask: object = 0
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Optimizers, in nanoGPT's two groups (matrices decay, vectors do not), and the learning rate.
 
     'adamw'      AdamW (Loshchilov & Hutter 2019), fused where torch supports it
-    'muon'       Muon (Jordan et al. 2024) for the matrices of the blocks, AdamW for the rest
+    'muon'       Muon (Jordan et al. 2024) for the matrices of the blocks (not the tables of
+                 embeddings there), AdamW for the rest
     'adamw8bit'  torchao's AdamW with moments in 8 bits (Dettmers et al. 2022)
 
 With `offload_optimizer`, AdamW's state and steps are in host memory (`training.host_optimizer`).
@@ -51,9 +52,9 @@ def make_optimizer(model, s, device_type: str) -> torch.optim.Optimizer:
         return HostAdamW(groups, **options)
     if s.optimizer == 'adamw8bit':
         return _adamw8bit()(groups, **options)
-    blocks = {id(p) for p in model.transformer.h.parameters()}
-    matrices = [p for p in groups[0]['params'] if id(p) in blocks]
-    groups[0]['params'] = [p for p in groups[0]['params'] if id(p) not in blocks]
+    for_muon = _orthogonalized_ids(model)
+    matrices = [p for p in groups[0]['params'] if id(p) in for_muon]
+    groups[0]['params'] = [p for p in groups[0]['params'] if id(p) not in for_muon]
     print(f'using Muon for {len(matrices)} matrices of blocks, with '
           f'{sum(p.numel() for p in matrices):,} parameters, and AdamW for the others')
     # torch's Muon takes much of a small model's step on a CPU, and most of it without instructions
@@ -63,6 +64,13 @@ def make_optimizer(model, s, device_type: str) -> torch.optim.Optimizer:
     muon = kind(matrices, lr=s.learning_rate, weight_decay=s.weight_decay,
                 momentum=s.muon_momentum, adjust_lr_fn='match_rms_adamw')
     return CombinedOptimizer(muon, torch.optim.AdamW(groups, **options, fused=batched or None))
+
+
+def _orthogonalized_ids(model) -> set[int]:
+    """The ids of the parameters for Muon. The rows of an embedding are vectors of their own."""
+    blocks = model.transformer.h
+    tables = {id(m.weight) for m in blocks.modules() if isinstance(m, torch.nn.Embedding)}
+    return {id(p) for p in blocks.parameters() if p.dim() == 2} - tables
 
 
 def _groups(model, weight_decay):
@@ -221,13 +229,12 @@ def state_nbytes(model, name: str) -> int:
     """Return the bytes of an optimizer's state on the device after its first step."""
     if name == ON_HOST:
         return 0
-    blocks = {id(p) for p in model.transformer.h.parameters()}
-    total = 0
+    for_muon, total = _orthogonalized_ids(model), 0
     for p in (p for p in model.parameters() if p.requires_grad):
         n = p.numel()
         if name == 'adamw8bit' and n >= 4096 and n % 256 == 0:
             total += 2 * (n + 4 * n // 256 + 4 * 256) + 4  # codes, a scale per 256 codes, a map
-        elif name == 'muon' and p.dim() >= 2 and id(p) in blocks:
+        elif name == 'muon' and id(p) in for_muon:
             total += p.nbytes
         else:
             total += 2 * p.nbytes + 4

@@ -7,7 +7,7 @@ import torch
 from attention.kernels.choose import choose
 from attention.kernels.flex import block_mask
 from config.errors import UserError
-from config.gpt_config import GPTConfig, model_args
+from config.gpt_config import GPTConfig, model_args, unknown_field
 from config.schema import MODEL
 from data.recall.tasks import TASKS
 from data.tokenfiles import open_split
@@ -111,7 +111,9 @@ class Run:
         if native.wanted(s, self.device):
             native.speed_up(model)
             matmuls = ', matmuls in bfloat16' if self.dtype == torch.bfloat16 else ''
-            print(f'training on a CPU: attention, QK-norm, GELU and loss in C++{matmuls} '
+            unknown = unknown_field(model.config, 'fast')
+            attention = f'attention in torch, for {unknown};' if unknown else 'attention,'
+            print(f'training on a CPU: {attention} QK-norm, GELU and loss in C++{matmuls} '
                   "(dtype='float32' uses torch's)")
         print(f'number of parameters: {model.get_num_params() / 1e6:.2f}M')
 

@@ -26,21 +26,23 @@ class PagedStore(BlockStore):
     """The pool of a global slot: (n_pages, Hkv, page_size / stride, D) of K and of V."""
 
 
-def table_attention(q, pool, table, kv_lens, sink=None):
+def table_attention(q, pool, table, kv_lens, sink=None, mask=0):
     """Attention of new tokens over the pages of their rows: with the Triton kernel, which reads
     them in place, or over a contiguous copy.
 
     q: (B, H, t, D). pool: stored K, V, (n_pages, Hkv, page_size, D). table: (B, n) int32, the pages
     of each row in order; -1 after the last. kv_lens: (B,) int64, number of keys in each row.
+    mask: of the layer.
     """
-    if kernel_takes(q, pool[0], sink):
+    if not mask and kernel_takes(q, pool[0], sink):
         from attention.kernels.decode import stored_attention
         return stored_attention(q, *pool, kv_lens=kv_lens, table=table)
     missing = (table < 0)[:, :, None, None, None]
     at = table.clamp(min=0).long()
     # (B, n, Hkv, page_size, D) -> (B, Hkv, n * page_size, D); K may be V
     copies = {id(x): x[at].masked_fill_(missing, 0).transpose(1, 2).flatten(2, 3) for x in pool}
-    return cached_attention(q, *(copies[id(x)] for x in pool), kv_lens=kv_lens, sink=sink)
+    return cached_attention(q, *(copies[id(x)] for x in pool), kv_lens=kv_lens, window=mask,
+                            sink=sink)
 
 
 def copy_row(stores: list[KVStore], source: int, target: int) -> None:
@@ -140,14 +142,15 @@ class PagedKVCache(KVCache):
 
     def _attend(self, layer: Layer, q, appended, sink):
         step, store = self._step, self.stores[layer.slot]
-        if self.chunks_in_cpp and q.size(2) > 1 and chunks.takes(q, store.tensors[0]):
+        in_cpp = self.chunks_in_cpp and not layer.mask
+        if in_cpp and q.size(2) > 1 and chunks.takes(q, store.tensors[0]):
             return self._attend_chunks(layer, q, appended, sink)
         if not isinstance(store, PagedStore):
             return super()._attend(layer, q, appended, sink)
         if layer.stride > 1 and step.t > 1:
             return super()._attend(layer, q, self._after_blocks(store, appended), sink)
 
-        by_kernel = kernel_takes(q, store.tensors[0], sink)
+        by_kernel = not layer.mask and kernel_takes(q, store.tensors[0], sink)
         only_chunk = step.t > 1 and max(step.starts) == 0  # rows attend to nothing before it
         # plain torch would attend to first chunks row by row
         if only_chunk and (step.uniform or not by_kernel):
@@ -160,7 +163,8 @@ class PagedKVCache(KVCache):
         if by_kernel:
             return table_attention(q, store.tensors, table, kv_lens, sink)
         return torch.cat([
-            table_attention(q[rows], store.tensors, table[rows, :n], kv_lens[rows], sink)
+            table_attention(q[rows], store.tensors, table[rows, :n], kv_lens[rows], sink,
+                            layer.mask)
             for rows, n in self._slices(step, TILE // store.tensors[0][0].numel())])
 
     def _attend_chunks(self, layer, q, appended, sink):

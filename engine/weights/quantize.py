@@ -1,10 +1,12 @@
 """Prepare a model's weights for inference: quantize or compile them."""
+import torch
 from torch import nn
 
 from config.errors import UserError
 from engine.weights.quantized import Int4Linear, Int8Linear, QuantizedLinear, quantize
 from kv.int8_rows import CUDA_MULTIPLE
 from kv.parts import tensor_nbytes
+from model import GPT
 
 INT4_GROUP = 32
 
@@ -38,6 +40,13 @@ def weights_dtype(model) -> str:
     if isinstance(linear, QuantizedLinear):
         return 'int8' if isinstance(linear, Int8Linear) else f'int4, groups of {linear.group}'
     return str(model.dtype).removeprefix('torch.')
+
+
+def n_parameters(config) -> int:
+    """Number of parameters of a model of this config, before they are quantized. No memory is
+    allocated."""
+    with torch.device('meta'):
+        return GPT(config).get_num_params(non_embedding=False)
 
 
 def weight_bytes(model) -> int:

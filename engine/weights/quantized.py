@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from engine import native
-from engine.weights.linear import by_extension, describe
+from engine.weights.linear import FewRowsLinear, by_extension, describe
 from kv.int8_rows import CUDA_MULTIPLE, int8_matmul, quantize_rows
 
 BLOCK, COLUMNS = 16, 4  # rows and columns of one load, `int8_tile` in kernels.h
@@ -138,7 +138,7 @@ def quantize(model, make) -> None:
     dtype = model.dtype
     for module in list(model.transformer.h.modules()):
         for name, child in module.named_children():
-            if isinstance(child, nn.Linear):
+            if type(child) in (nn.Linear, FewRowsLinear):  # a subclass may compute something else
                 setattr(module, name, make(child))
     model.lm_head = Int8Linear(model.lm_head)
     model.transformer.wte = Int8Embedding(model.lm_head, dtype)

@@ -21,8 +21,7 @@ from engine.weights.linear import speed_up_on_cpu
 from engine.requests.params import SamplingParams
 from engine.requests.sampler import most_likely
 from engine.weights.quantize import (
-    compile_for_decode, quantize_weights, weight_bytes, weights_dtype)
-from kv.capacity import parameters
+    compile_for_decode, n_parameters, quantize_weights, weight_bytes, weights_dtype)
 from model import GPT
 from training.device import describe_attention, device_name, pick_device, pick_dtype
 
@@ -173,7 +172,7 @@ def facts(s, models: dict[str, GPT]) -> dict:
         'compile': compiles(s), 'native': on_cpu and native.library() is not None,
         'kv_dtype': model.resolved_kv_dtype(s.kv_dtype),
         'models': {name: dataclasses.asdict(m.config) | {
-            'params': parameters(m.config, m.plan), 'weight_bytes': weight_bytes(m)}
+            'params': n_parameters(m.config), 'weight_bytes': weight_bytes(m)}
                    for name, m in models.items()}}
 
 

@@ -145,6 +145,16 @@ def test_a_quantized_model_is_smaller_and_serves_its_own_tokens(native_on, dtype
     assert len(done.tokens) == 20
 
 
+def test_a_subclass_of_linear_keeps_its_own_forward():
+    class Doubled(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+    model = random_model(GPTConfig(**FULL_STACK), torch.float32)
+    model.transformer.h[0].mlp.c_fc.__class__ = Doubled
+    quantize_weights(model, 'int8')
+    assert type(model.transformer.h[0].mlp.c_fc) is Doubled
+
+
 def test_the_embedding_is_the_output_layers_matrix(native_on):
     model = model_with()
     exact = model.transformer.wte.weight.detach().clone()

@@ -6,6 +6,7 @@ import pytest
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
+from kv import capacity
 from kv.__main__ import main, parse_bytes
 from kv.plan import plan_kv
 
@@ -141,3 +142,13 @@ def test_a_run_and_a_checkpoint_say_their_own_configuration(tmp_path, capsys):
     (run / 'ckpt.pt').write_bytes(b'x')
     with pytest.raises(UserError, match='damaged or not a checkpoint'):
         main([str(run)])
+
+
+@pytest.mark.parametrize('program', [main, capacity.main])
+def test_parameters_that_are_not_counted_have_a_note(program, monkeypatch, capsys):
+    field = GPTConfig.__dataclass_fields__['qk_norm']
+    monkeypatch.setattr(field, 'metadata', {**field.metadata, 'known': ('fast',)})
+    program(FLAGS)
+    assert 'Note' not in capsys.readouterr().out
+    program([*FLAGS, '--qk_norm=True'])
+    assert 'Note: parameters of qk_norm=True are not counted' in capsys.readouterr().out

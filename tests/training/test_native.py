@@ -398,6 +398,19 @@ def test_what_it_does_not_take_is_torchs():
     assert value == plain[0] and all(torch.equal(grads[key], x) for key, x in plain[1].items())
 
 
+def test_attention_of_an_unknown_field_is_torchs_and_other_activations_stay(monkeypatch):
+    known, unknown = (GPT(GPTConfig(**FULL_STACK, attn_gate=gate)) for gate in (False, True))
+    known.transformer.h[1].mlp.gelu = torch.nn.SiLU()
+    field = GPTConfig.__dataclass_fields__['attn_gate']
+    monkeypatch.setattr(field, 'metadata', {**field.metadata, 'known': ()})
+    for model in (known, unknown):
+        native.speed_up(model)
+    assert [type(block.mlp.gelu) for block in known.transformer.h[:2]] == [native.GELU,
+                                                                          torch.nn.SiLU]
+    attends = [model.transformer.h[0].attn.attend for model in (known, unknown)]
+    assert attends == [native.attend, causal_attention]
+
+
 def test_who_uses_it_and_where_auto_is_bfloat16(monkeypatch, capsys):
     for dtype, device, compiled in itertools.product(('auto', 'bfloat16', 'float32', 'float16'),
                                                      ('cpu', 'cuda'), (False, True)):
