@@ -13,6 +13,7 @@ MAX_OPCODES = 750_000  # a vocabulary of 65,536 tokens takes 330,000
 # and each level of [t, t] doubles their number.
 MAX_WORK = 10_000_000
 MAX_INT_BITS = 64  # larger ints can be chosen to have equal hashes, which makes a dict slow
+DIRECTORY = 0x10  # an attribute of MS-DOS
 
 MUTABLE = (pickletools.pydict, pickletools.pylist, pickletools.pyset)
 GETS = {'GET', 'BINGET', 'LONG_BINGET'}
@@ -64,6 +65,8 @@ def check_archive(path: Path) -> tuple[list[bytes], dict[str, int]]:
         sizes = {entry.filename: entry.file_size for entry in entries}
         if sum(sizes.values()) > path.stat().st_size:
             raise ValueError('its entries are larger than the file')
+        if any(entry.is_dir() or entry.external_attr & DIRECTORY for entry in entries):
+            raise ValueError('it has a directory, for which torch would read nothing')
         if len(set(map(str.lower, sizes))) < len(entries):  # torch finds names in any case
             raise ValueError('two of its entries have the same name')
         pickles = [archive.read(name) for name in sizes if name.lower().endswith('.pkl')]

@@ -35,6 +35,7 @@ OPTIONAL = {'launch': str, 'tokens': str, 'meta': (dict, type(None)), 'holds_bes
 HEAD, EMBEDDING = 'lm_head.weight', 'transformer.wte.weight'
 # what `PickleChecker` says of an object that is not read
 OBJECT = re.compile(r'GLOBAL (\S+) is not allowed')
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of weights
 # parts of names that torch.compile and DistributedDataParallel add
 WRAPPERS = {'_orig_mod', 'module'}
 # causal masks, which nanoGPT without flash attention and old versions of transformers also save
@@ -172,8 +173,17 @@ def _unwrapped(path: Path, weights: dict) -> dict:
             continue
         if name in found:
             raise UserError(f'checkpoint {path} has {name} twice, also as {saved_name}')
+        if torch.is_tensor(x):
+            check_dtype(path, name, x.dtype)
         found[name] = x
     return found
+
+
+def check_dtype(path: Path, name: str, dtype: torch.dtype) -> None:
+    """Raise UserError if a weight has a dtype that is none of `DTYPES`: loading would cast it."""
+    if dtype not in DTYPES:
+        raise UserError(f'{path}: {name} is stored as {dtype}: '
+                        f'allowed are {", ".join(map(str, DTYPES))}')
 
 
 def _tie(path: Path, weights: dict) -> None:
@@ -325,6 +335,9 @@ def read_shards(path: Path, checkpoint: dict, into=None, group=None) -> dict:
     with shard_files(f'{problem} in {folder} cannot be read') as dcp:
         reader = dcp.HuggingFaceStorageReader(str(folder))
         known = reader.read_metadata().state_dict_metadata
+    for key, x in known.items():
+        if key.startswith('model.'):
+            check_dtype(folder, key, x.properties.dtype)
     if into:
         tensors = into(known)
     else:
