@@ -306,7 +306,7 @@ FIELDS = b'}q\x00(' + b''.join(b'J' + struct.pack('<i', i) + b'K\0' for i in ran
 @pytest.mark.parametrize('program, words', [
     (b'cbuiltins\nbytearray\nJ' + struct.pack('<i', 2 ** 31 - 1) + b'\x85R', 'object (builtins'),
     (b'ctorch\nSize\n](K\1e\x85R', 'object (torch.Size)'),
-    (ITEMS + b'e0](' + (ORDERED + b'h\x00\x85R') * 100 + b'e', 'argument'),
+    (ITEMS + b'e0](' + (ORDERED + b'h\x00\x85R') * 100 + b'e', '1 positional'),
     (FIELDS + b'u0](' + (ORDERED + b')Rh\x00b') * 100 + b'e', 'invalid state'),
     (REBUILD + b'(' + storage() + b'K\0K\x7f\x85K\0\x85\x89' + ORDERED + b')RtR', 'share memory'),
     (REBUILD + b'(' + storage() + b'K\0](K\1eK\0\x85\x89' + ORDERED + b')RtR', 'invalid size'),
