@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from config.errors import UserError, at_least, shown
 
 MAX_NUMBER = 2 ** 31 - 1
+MAX_MATRIX = 2 ** 40  # elements; torch counts bytes in 63 bits
 MAX_LAYERS = 10_000  # also the letters of a pattern
 
 
@@ -131,6 +132,10 @@ class GPTConfig:
         self._refuse('rope_theta', rope and self.rope_theta <= 0, 'must be positive')
         self._refuse('rope_theta_global', self.rope_theta_global and not rope,
                      f"needs pos_embedding='rope' (it is {self.pos_embedding!r})")
+        rows = max(self.vocab_size, 3 * self.n_head * self.resolved_head_dim,
+                   self.resolved_mlp_hidden, 0 if rope else self.block_size)
+        self._refuse('n_embd', self.n_embd * rows > MAX_MATRIX, 'a matrix of the model would have '
+                     f'{rows:,} rows of that size; allowed are {MAX_MATRIX:,} elements')
         self._check_layers()
         self._check_mechanisms()
 

@@ -13,6 +13,7 @@ MAX_OPCODES = 750_000  # a vocabulary of 65,536 tokens takes 330,000
 # and each level of [t, t] doubles their number.
 MAX_WORK = 10_000_000
 MAX_INT_BITS = 64  # larger ints can be chosen to have equal hashes, which makes a dict slow
+DIRECTORY = 0x10  # an attribute of MS-DOS
 
 MUTABLE = (pickletools.pydict, pickletools.pylist, pickletools.pyset)
 GETS = {'GET', 'BINGET', 'LONG_BINGET'}
@@ -48,23 +49,48 @@ def check_pickle(data: bytes) -> None:
             raise pickle.UnpicklingError('it is too large or too deeply nested')
 
 
-def check_archive(path: Path) -> None:
-    """Raise an error, as `check_pickle` does, if loading a file of torch.save might take long, or
-    more memory than the file has bytes: its entries must be neither compressed nor overlap."""
+def check_archive(path: Path) -> tuple[list[bytes], dict[str, int]]:
+    """Return the pickles in a file of torch.save, and the sizes in bytes of all its entries. Raises
+    an error, as `check_pickle` does, if loading the file might take long, or more memory than the
+    file has bytes: its entries must be neither compressed nor overlap."""
     if not path.is_file():  # opening a FIFO would wait forever
         raise ValueError('it is not a regular file')
     if not zipfile.is_zipfile(path):
         raise ValueError('it is not a zip file, as torch.save writes')
     _check_end(path)
-    with zipfile.ZipFile(path) as archive:
+    with _opened(path) as archive:
         entries = archive.infolist()
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
             raise ValueError('it is compressed; torch.save does not compress')
-        if sum(entry.file_size for entry in entries) > path.stat().st_size:
+        sizes = {entry.filename: entry.file_size for entry in entries}
+        if sum(sizes.values()) > path.stat().st_size:
             raise ValueError('its entries are larger than the file')
-        for entry in entries:
-            if entry.filename.lower().endswith('.pkl'):  # torch finds names in any case
-                check_pickle(archive.read(entry))
+        if any(entry.is_dir() or entry.external_attr & DIRECTORY for entry in entries):
+            raise ValueError('it has a directory, for which torch would read nothing')
+        if len(set(map(str.lower, sizes))) < len(entries):  # torch finds names in any case
+            raise ValueError('two of its entries have the same name')
+        pickles = [archive.read(name) for name in sizes if name.lower().endswith('.pkl')]
+    for data in pickles:
+        check_pickle(data)
+    return pickles, sizes
+
+
+def check_sums(path: Path) -> None:
+    """Raise ValueError if an entry of a file of torch.save differs from its CRC-32, which torch
+    writes but does not compare."""
+    with _opened(path) as archive:
+        if name := archive.testzip():
+            raise ValueError(f'{name} in it is not what was written (its CRC-32 differs)')
+
+
+def _opened(path):
+    """The archive. After `torch.serialization.set_crc32_options(False)` all its sums are 0: then
+    `zipfile` does not compare them."""
+    archive = zipfile.ZipFile(path)
+    if not any(entry.CRC for entry in archive.infolist()):
+        for entry in archive.infolist():
+            del entry.CRC
+    return archive
 
 
 def _check_end(path: Path) -> None:

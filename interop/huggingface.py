@@ -16,12 +16,11 @@ from config.gpt_config import GPTConfig
 from config.schema import GPT2_FOLDER, GPT2_TYPES
 from kv.plan import LOCAL, plan_kv
 from model import GPT
-from training.checkpoint import MASKS, config_of
+from training.checkpoint import MASKS, check_dtype, config_of
 from training.load_model import check_layers
 
 TRANSPOSED = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight')
 GELUS = {'gelu_new': 'tanh', 'gelu_pytorch_tanh': 'tanh', 'gelu': 'exact'}
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Defaults of transformers' GPT2Config: sizes, and options that have only one value in our model
 SIZES = {'n_layer': 12, 'n_head': 12, 'n_embd': 768, 'n_positions': 1024, 'vocab_size': 50257}
 ONLY = {'model_type': 'gpt2', 'layer_norm_epsilon': 1e-5, 'scale_attn_weights': True,
@@ -289,6 +288,4 @@ def _check_tensors(wanted, tensors, folder, untied, transposed):
         expected = expected[::-1] if name.endswith(transposed) else expected
         if shape != expected:
             raise UserError(f'{folder}: {name} is {shape}, config.json says {expected}')
-        if x.dtype not in DTYPES:
-            raise UserError(f'{folder}: {name} is stored as {x.dtype}: '
-                            f'allowed are {", ".join(map(str, DTYPES))}')
+        check_dtype(folder, name, x.dtype)

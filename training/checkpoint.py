@@ -16,6 +16,7 @@ import random
 import re
 import shutil
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -24,15 +25,17 @@ import torch
 from config.errors import UserError, shown
 from config.files import replacing
 from config.gpt_config import GPTConfig
-from data.plain_pickle import check_archive
+from data.plain_pickle import check_archive, check_sums
+from training.checkpoint_pickle import PickleChecker
 
 REQUIRED = {'model': dict, 'model_args': dict, 'iter_num': int,
             'best_val_loss': (torch.Tensor, float, int), 'config': dict}
 OPTIONAL = {'launch': str, 'tokens': str, 'meta': (dict, type(None)), 'holds_best': bool,
             'skipped': int}
 HEAD, EMBEDDING = 'lm_head.weight', 'transformer.wte.weight'
-# what torch says of an object that it does not read with weights_only=True
-OBJECT = re.compile(r'GLOBAL (\S+) was not an allowed global')
+# what `PickleChecker` says of an object that is not read
+OBJECT = re.compile(r'GLOBAL (\S+) is not allowed')
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of weights
 # parts of names that torch.compile and DistributedDataParallel add
 WRAPPERS = {'_orig_mod', 'module'}
 # causal masks, which nanoGPT without flash attention and old versions of transformers also save
@@ -87,8 +90,15 @@ def _synced(path):
 def read_file(path: Path, mmap: bool = False):
     """Return what torch.save wrote to a file. mmap: do not read the tensors yet. Raises an error of
     nearly any type if the file is damaged, or takes much longer to read than its size suggests."""
-    check_archive(path)
-    return torch.load(path, map_location='cpu', weights_only=True, mmap=mmap)
+    pickles, sizes = check_archive(path)
+    for data in pickles:
+        PickleChecker(data, sizes).load()
+    with ThreadPoolExecutor(1) as pool:
+        checked = pool.submit(check_sums, path) if not mmap else None
+        loaded = torch.load(path, map_location='cpu', weights_only=True, mmap=mmap)
+        if checked:
+            checked.result()
+    return loaded
 
 
 def load_checkpoint(path: Path, whole: bool = True) -> dict:
@@ -163,8 +173,17 @@ def _unwrapped(path: Path, weights: dict) -> dict:
             continue
         if name in found:
             raise UserError(f'checkpoint {path} has {name} twice, also as {saved_name}')
+        if torch.is_tensor(x):
+            check_dtype(path, name, x.dtype)
         found[name] = x
     return found
+
+
+def check_dtype(path: Path, name: str, dtype: torch.dtype) -> None:
+    """Raise UserError if a weight has a dtype that is none of `DTYPES`: loading would cast it."""
+    if dtype not in DTYPES:
+        raise UserError(f'{path}: {name} is stored as {dtype}: '
+                        f'allowed are {", ".join(map(str, DTYPES))}')
 
 
 def _tie(path: Path, weights: dict) -> None:
@@ -316,6 +335,9 @@ def read_shards(path: Path, checkpoint: dict, into=None, group=None) -> dict:
     with shard_files(f'{problem} in {folder} cannot be read') as dcp:
         reader = dcp.HuggingFaceStorageReader(str(folder))
         known = reader.read_metadata().state_dict_metadata
+    for key, x in known.items():
+        if key.startswith('model.'):
+            check_dtype(folder, key, x.properties.dtype)
     if into:
         tensors = into(known)
     else:

@@ -48,7 +48,10 @@ HEAD, MASK = 'lm_head.weight', 'transformer.h.0.attn.bias'
 @pytest.mark.parametrize('changes, message', [
     ({MASK: torch.ones(16)}, MASK),
     ({f'module.{HEAD}': torch.ones(12, 16)}, f'{HEAD} twice, also as module.{HEAD}'),
-    ({HEAD: torch.ones(12, 16)}, f'{HEAD}.* differs from its embedding')])
+    ({HEAD: torch.ones(12, 16)}, f'{HEAD}.* differs from its embedding'),
+    *(({HEAD: torch.ones(12, 16, dtype=dtype)}, f'{HEAD} is stored as {dtype}: allowed are torch')
+      for dtype in (torch.complex64, torch.bool, torch.int64)),
+    ({HEAD: torch.ones(12, 16).to_sparse()}, 'object .*sparse')], ids=str)
 def test_no_weight_is_dropped_or_replaced(written, changes, message):
     path = written(written.model.state_dict() | changes)
     with pytest.raises(UserError, match=message):

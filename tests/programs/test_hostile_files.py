@@ -32,7 +32,7 @@ from interop.tokenizer_files import tokenizer_in
 from kv.models.config import read_config
 from model import GPT
 from tests.programs.support import flags, meta_of
-from training.checkpoint import tokens_id
+from training.checkpoint import read_file, tokens_id
 from training.checkpoint_manager import load_to_resume, peek
 from training.load_model import model_of
 
@@ -213,6 +213,9 @@ def repeated_weights():
     *(('ckpt.pt', replaced(CHECKPOINT, ('model_args', 'n_layer'), n), 'n_layer')
       for n in (9_999, 100_000, 10 ** 9)),
     ('ckpt.pt', replaced(CHECKPOINT, ('model_args', 'n_embd'), 40_000), 'size mismatch'),
+    *(('ckpt.pt', replaced(CHECKPOINT, ('model_args', 'n_embd'), n), 'n_embd')
+      for n in (2 ** 30, 2 ** 31, 2 ** 63, -1)),
+    ('config.json', replaced(HF_CONFIG, ('nanokv', 'n_embd'), 2 ** 30), 'n_embd'),
     ('ckpt.pt', repeated_weights(), 'share memory'),
     ('tokenizer.json', replaced(TOKENIZER_JSON, ('model', 'vocab', 'b'), 0), 'same id'),
     ('tokenizer.json', replaced(TOKENIZER_JSON, ('model', 'vocab', 'b'), 2 ** 40), 'the id'),
@@ -251,6 +254,68 @@ def test_a_tuple_that_takes_forever_to_hash(tmp_path, extension):
 def test_a_compressed_checkpoint_is_refused(tmp_path):
     zipped_again(tmp_path / 'ckpt.pt', lambda *file: file, compression=zipfile.ZIP_DEFLATED)
     assert 'compressed' in outcome(tmp_path, 'ckpt.pt')
+
+
+def test_a_flipped_bit_is_refused_or_changes_nothing(tmp_path):
+    """In the tensors, the pickle, or the headers of the zip file."""
+    path, x = tmp_path / 'a.pt', torch.arange(9.0)
+    torch.save({'x': x, 'n': 3}, path)
+    data, refused = path.read_bytes(), 0
+    bits = [(i, i % 8) for i in range(0, len(data), 3)]
+    bits += [(i + 38, 4) for i in range(len(data)) if data[i:i + 4] == b'PK\1\2']  # a directory
+    for i, bit in bits:
+        path.write_bytes(data[:i] + bytes([data[i] ^ 1 << bit]) + data[i + 1:])
+        try:
+            saved = read_file(path)
+        except Exception:
+            refused += 1
+            continue
+        assert saved.keys() == {'x', 'n'} and saved['n'] == 3 and torch.equal(saved['x'], x), i
+    assert refused > len(bits) / 4
+
+
+@pytest.mark.parametrize('damaged, message', [
+    ({}, ''), ({'version': b'4\n'}, 'version in it is not what was written')])
+def test_sums_are_compared_if_there_are_any(tmp_path, damaged, message):
+    options = torch.serialization
+    try:
+        options.set_crc32_options(bool(damaged))
+        torch.save(CHECKPOINT, tmp_path / 'ckpt.pt')
+    finally:
+        options.set_crc32_options(True)
+    data = (tmp_path / 'ckpt.pt').read_bytes()
+    assert data.count(b'3\n') == 1
+    for contents in damaged.values():
+        (tmp_path / 'ckpt.pt').write_bytes(data.replace(b'3\n', contents))
+    got = outcome(tmp_path, 'ckpt.pt')
+    assert message in got and bool(message) == bool(got)
+
+
+REBUILD = b'ctorch._utils\n_rebuild_tensor_v2\n'
+ORDERED = b'ccollections\nOrderedDict\n'
+
+
+def storage(key=b'0', n=64):
+    return b'(U\x07storagectorch\nFloatStorage\nU\x01' + key + b'U\x03cpuK' + bytes([n]) + b'tQ'
+
+
+ITEMS = b']q\x00(' + b''.join(b'J' + struct.pack('<i', i) + b'K\0\x86' for i in range(100_000))
+FIELDS = b'}q\x00(' + b''.join(b'J' + struct.pack('<i', i) + b'K\0' for i in range(100_000))
+
+
+@pytest.mark.parametrize('program, words', [
+    (b'cbuiltins\nbytearray\nJ' + struct.pack('<i', 2 ** 31 - 1) + b'\x85R', 'object (builtins'),
+    (b'ctorch\nSize\n](K\1e\x85R', 'object (torch.Size)'),
+    (ITEMS + b'e0](' + (ORDERED + b'h\x00\x85R') * 100 + b'e', '1 positional'),
+    (FIELDS + b'u0](' + (ORDERED + b')Rh\x00b') * 100 + b'e', 'invalid state'),
+    (REBUILD + b'(' + storage() + b'K\0K\x7f\x85K\0\x85\x89' + ORDERED + b')RtR', 'share memory'),
+    (REBUILD + b'(' + storage() + b'K\0](K\1eK\0\x85\x89' + ORDERED + b')RtR', 'invalid size'),
+    (storage(n=65), 'should have 260'), (storage(key=b'A'), 'without a number')],
+    ids=['bytearray', 'Size', 'items', 'state', 'repeated', 'list', 'storage', 'name'])
+def test_calls_that_checkpoints_do_not_need_are_refused(tmp_path, program, words):
+    zipped_again(tmp_path / 'ckpt.pt', lambda name, data: (
+        name, b'\x80\x02' + program + b'.' if name.endswith('.pkl') else data))
+    assert words in limited(lambda folder: outcome(folder, 'ckpt.pt'), tmp_path)
 
 
 @pytest.mark.parametrize('zip64', [False, True])
