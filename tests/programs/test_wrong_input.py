@@ -97,7 +97,9 @@ TRAIN = [
     (dict(dataset='../tiny'), ["'../tiny'"]),
     (dict(block_size=5000), ['block_size=5000', '2000']),
     (dict(block_size=1000), ['block_size=1000', '400', 'val.bin']),
-    (dict(out_dir=''), ["out_dir=''"]),
+    (dict(out_dir=''), ["out_dir='' is empty"]),
+    (dict(out_dir='/'), ["out_dir='/' is the root of the file system"]),
+    (dict(out_dir='x' * 300), ['File name too long']),
     (dict(out_dir='taken'), ['taken']),
     # other changes: tests/training/test_adapt.py
     (dict(out_dir='out', init_from='resume', n_kv_head=1), ['--n_kv_head=1 (trained with 0)']),
