@@ -6,12 +6,15 @@ Unknown keys are errors, even in files, where nanoGPT ignores them; the message 
 """
 import ast
 import difflib
+import json
 import math
 import numbers
+import os
 import shutil
 import symtable
 import sys
 import textwrap
+import time
 import traceback
 import warnings
 from collections import deque
@@ -53,7 +56,7 @@ def parse(program: str, argv: list[str] | None = None, usage: str = '',
     """
     keys = {key.name: key for key in PROGRAMS[program]}
     values = {name: key.default for name, key in (ALL_KEYS | keys).items()}
-    given = {}
+    given, folder = {}, ''
     args = deque(sys.argv[1:] if argv is None else argv)
     if '--help' in args or '-h' in args:
         print(help_text(program, usage))
@@ -72,6 +75,9 @@ def parse(program: str, argv: list[str] | None = None, usage: str = '',
             if program == 'train':
                 raise UserError(f'{arg!r} is a folder: to train into it use --out_dir={arg}, '
                                 'and to continue from its checkpoint also --init_from=resume')
+            folder = folder or arg
+            if arg != folder:
+                raise UserError(f'two folders are given, {folder!r} and {arg!r}: leave one out')
             source, changed = COMMAND_LINE, {'out_dir': arg}
         else:
             path = _find(arg, takes_folder=program != 'train' and 'out_dir' in keys)
@@ -254,7 +260,10 @@ def run_program(main) -> None:
     try:
         main()
     except UserError as e:
-        print(visible(f"error: {' '.join(str(e).splitlines())}", sys.stderr), file=sys.stderr)
+        message = visible(f"error: {' '.join(str(e).splitlines())}", sys.stderr)
+        print(message, file=sys.stderr)
+        if file := os.environ.get('TORCHELASTIC_ERROR_FILE'):  # torchrun's report ends with it
+            Path(file).write_text(json.dumps({'message': message, 'timestamp': int(time.time())}))
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         end_of_line = '\n' * sys.stderr.isatty()  # after the ^C that a terminal shows

@@ -91,6 +91,8 @@ def train(run, log, stop):
             report(run, log, loss, lr, losses, pace)
         run.iter_num += 1
         if run.iter_num > s.max_iters:
+            if why := run.why_unsaved(pace.first):
+                log.line(why)
             return
 
     log.skipped(run.update.read())  # since the last logged iteration

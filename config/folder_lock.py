@@ -53,7 +53,7 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
 def _held(path: Path, error: str, remedy: str | None = None) -> Iterator[None]:
     """Hold the lock file at `path`, and delete it at the end. remedy: None = wait until it is free.
     Raises UserError, which begins with `error` if the system refuses."""
-    created = not path.parent.exists()
+    created = not os.path.exists(path.parent)  # False, no error, if the name is too long
     with contextlib.ExitStack() as stack:
         if created:
             stack.callback(_suppressed, path.parent.rmdir)  # fails unless it is empty

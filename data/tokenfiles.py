@@ -20,6 +20,7 @@ import os
 import pickle
 import re
 import threading
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,6 +29,7 @@ import numpy as np
 
 from config.errors import UserError, shown
 from config.files import read_bytes
+from data.check import check_files, compare, read_checksums
 from data.plain_pickle import check_pickle
 
 TOKEN_DTYPE = np.dtype('<u2')
@@ -73,11 +75,13 @@ def _number(path: Path) -> int:
 
 
 def open_split(folder: Path, split: str, vocab_size: int = 0) -> 'TokenSplit':
-    """Open the tokens of a split ('train', 'val'), in one file or in shards, without reading them.
+    """Open the tokens of a split ('train', 'val'), in one file or in shards. A small split is
+    checked for damage (`data.check`), and a large one is not read.
     vocab_size: the model's; 0 = that of meta.pkl, unlimited if there is none.
 
     Raises a UserError that names the file if there is none, there are shards besides `<split>.bin`,
-    a shard number 0, 1, 2, ... is missing or duplicated, or a file is empty or of odd size.
+    a shard number 0, 1, 2, ... is missing or duplicated, or a file is empty, of odd size or not the
+    one that was prepared.
     """
     folder = Path(folder)
     single, meta = folder / f'{split}.bin', read_meta(folder)
@@ -125,6 +129,7 @@ class TokenSplit:
     def __init__(self, files: list[Path], dtype: np.dtype = TOKEN_DTYPE, vocab_size: int = 0):
         self.files, self.dtype, self.vocab_size = list(files), dtype, vocab_size or MAX_VOCAB
         layouts = [_layout(path, dtype) for path in self.files]
+        check_files(self.files)
         self.offsets = [offset for offset, _ in layouts]  # of each file's tokens, in bytes
         sizes = [count for _, count in layouts]
         self.starts = [0, *itertools.accumulate(sizes)]  # of each file, and the end of the last
@@ -232,6 +237,7 @@ def read_meta(folder: Path) -> dict | None:
                         'allowed is a pickle of plain dict, str, int') from None
     if problem := meta_problem(meta):
         raise UserError(f'{str(path)!r} is not a valid meta.pkl: {problem}')
+    compare(path, zlib.crc32(data), read_checksums(path.parent))
     return used_keys(meta)
 
 

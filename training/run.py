@@ -263,6 +263,18 @@ class Run:
                 'launch': launch_id(), 'tokens': self.tokens, 'meta': self.meta}, say)
         self.saved_at = self.iter_num
 
+    def why_unsaved(self, first: int) -> str:
+        """Return a line for a run from iteration `first` that ends without having saved a
+        checkpoint, '' if it has saved one."""
+        if self.saved_at > first or (self.changed and self.saved_at == first):
+            return ''
+        kept = f'; {self.origin} is still of iteration {first}' if self.saved_at == first else ''
+        if first == self.s.max_iters == 0:
+            return 'Note: no checkpoint was saved, since none is at iteration 0: give --max_iters=1'
+        return ('Note: no checkpoint was saved, since the validation loss did not improve and '
+                f'always_save_checkpoint=False{kept}: give --always_save_checkpoint=True, or '
+                '--checkpoint_interval=N to save every N iterations')
+
     @torch.no_grad()
     def evaluate(self, stop):
         """Return the mean loss of each split over fixed windows, divided among the ranks; None if a

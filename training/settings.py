@@ -1,4 +1,5 @@
 """Checks train.py's settings before anything is loaded or written."""
+import os
 import warnings
 from pathlib import Path
 
@@ -53,8 +54,11 @@ def check_settings(s, data_root: Path) -> None:
     if s.resume_from != 'ckpt.pt' and s.init_from != 'resume':
         raise UserError(f'resume_from={s.resume_from!r} says where to go on, but init_from is '
                         f'{s.init_from!r}: give --init_from=resume too')
+    real = os.path.realpath(s.out_dir)
+    if not s.out_dir or real == os.path.dirname(real):
+        what = 'the root of the file system' if s.out_dir else 'empty'
+        raise UserError(f'out_dir={s.out_dir!r} is {what}: give a folder for this run, as out')
     out_dir = Path(s.out_dir)
-    blocker = next((p for p in (out_dir, *out_dir.parents) if p.exists()), None)
-    if not s.out_dir or (blocker and not blocker.is_dir()):
-        why = f': {blocker} is a file' if blocker else ''
-        raise UserError(f'out_dir={s.out_dir!r} cannot be a folder{why}')
+    blocker = next((p for p in (out_dir, *out_dir.parents) if os.path.exists(p)), None)
+    if blocker and not os.path.isdir(blocker):
+        raise UserError(f'out_dir={s.out_dir!r} cannot be a folder: {blocker} is a file')

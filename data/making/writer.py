@@ -23,6 +23,7 @@ import numpy as np
 from config.errors import UserError
 from config.files import read_json, regular_only, replacing
 from config.folder_lock import one_at_a_time
+from data.check import CHECKSUMS, write_checksums
 from data.tokenfiles import MAX_ID, TOKEN_DTYPE, dtype_of, meta_problem, split_files
 
 NEW, PROGRESS = '.new.tmp', 'progress.json'
@@ -199,6 +200,7 @@ class TokenWriter:
                 (self._new / 'meta.pkl').write_bytes(pickle.dumps(self.meta))
             if self.source is not None:
                 (self._new / 'source.json').write_text(json.dumps(self.source, indent=1))
+            write_checksums(self._new)
             try:
                 self._record(complete=True)
                 publish(self.folder, read_progress(self.folder))
@@ -250,8 +252,8 @@ def publish(folder: Path, progress: dict[str, Any] | None) -> bool:
     if not (progress and progress['complete']):
         return False
     new = folder / NEW
-    old = [*split_files(folder, 'train'), *split_files(folder, 'val'),
-           folder / 'meta.pkl', folder / 'source.json']  # an old meta.pkl would decode new ids
+    old = [*split_files(folder, 'train'), *split_files(folder, 'val'), folder / 'source.json',
+           folder / 'meta.pkl', folder / CHECKSUMS]  # an old meta.pkl would decode new ids
     for path in sorted(old, key=lambda path: path.name not in MARKERS):
         if path.name not in progress['files'] or (new / path.name).exists():
             path.unlink(missing_ok=True)

@@ -111,7 +111,7 @@ def effect_of_noise(model, plain, windows, batch: int) -> float:
 def training_figures(out_dir: Path, s) -> dict:
     """Metrics of the training run. Other runs on the machine may have slowed it down, so cost.py
     measures the speed."""
-    rows = read_metrics(out_dir / 'metrics.jsonl')
+    rows = list(read_metrics(out_dir / 'metrics.jsonl'))  # of a ladder's run, which is short
     evaluations = [[row['iter'], row['train_loss'], row['val_loss']]
                    for row in rows if 'val_loss' in row]
     curve = [[row['iter'], None if row['loss'] is None else round(row['loss'], 3)]

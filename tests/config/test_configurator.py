@@ -1,4 +1,5 @@
 """Command lines and config files: order, types, echo, and specific error messages."""
+import json
 import subprocess
 import sys
 
@@ -268,6 +269,29 @@ def test_run_program_turns_errors_into_one_line_and_a_status(
     assert (caught.value.code, capsys.readouterr().err) == (status, stderr)
     with pytest.raises(ZeroDivisionError):  # a bug keeps its traceback
         configurator.run_program(lambda: 1 / 0)
+
+
+def test_torchrun_is_told_the_reason(tmp_path, monkeypatch, capsys):
+    """Its report, which it prints last, has the contents of this file."""
+    monkeypatch.setenv('TORCHELASTIC_ERROR_FILE', str(tmp_path / 'error.json'))
+
+    def main():
+        raise UserError('batch_size=0\nis wrong')
+    with pytest.raises(SystemExit):
+        configurator.run_program(main)
+    written = json.loads((tmp_path / 'error.json').read_text())
+    assert written['message'] == capsys.readouterr().err.strip() == 'error: batch_size=0 is wrong'
+    assert written['timestamp'] > 0  # of the first process that failed, the cause
+
+
+@pytest.mark.parametrize('program', ['sample', 'chat', 'serve', 'evaluate', 'memory'])
+def test_two_folders_are_refused(tmp_path, program):
+    for name in ('a', 'b'):
+        (tmp_path / name).mkdir()
+    a, b = str(tmp_path / 'a'), str(tmp_path / 'b')
+    with pytest.raises(UserError, match="two folders are given, '.*/a' and '.*/b'"):
+        parse(a, b, program=program)
+    assert parse(a, f'--out_dir={b}', a, program=program).out_dir == a
 
 
 def test_run_program_shows_warnings_as_one_line_without_their_source():

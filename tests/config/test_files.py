@@ -10,6 +10,7 @@ import pytest
 from engine.text.dialogue import Dialogue, Template
 from lab.files import write_json
 from training.log import RunLog
+from training.plotting import save, subplots
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,10 +20,15 @@ def write_metrics(path):
         log.stepped(0, {}, loss=1.0, tokens_per_second=1.0)
 
 
+def draw_figure(path):
+    with subplots() as (figure, _):
+        save(figure, path)
+
+
 @pytest.mark.parametrize('name, write', [
     ('a.json', lambda path: write_json(path, {})),
     ('chat.json', lambda path: Dialogue(None, Template('{name}:{text}\n')).save(path)),
-    ('metrics.jsonl', write_metrics)])
+    ('metrics.jsonl', write_metrics), ('loss.png', draw_figure)])
 @pytest.mark.parametrize('hidden', ['.', ''])
 def test_no_link_is_followed(tmp_path, name, write, hidden):
     """Neither one with the file's name nor one with a name that this process may use meanwhile."""
@@ -32,7 +38,7 @@ def test_no_link_is_followed(tmp_path, name, write, hidden):
     for planted in (name, f'{hidden}{name}.{os.getpid()}.tmp'):
         (folder / planted).symlink_to(victim)
     write(folder / name)
-    assert victim.read_text() == '' and (folder / name).read_text()
+    assert victim.read_text() == '' and (folder / name).read_bytes()
     assert not (folder / name).is_symlink()
 
 

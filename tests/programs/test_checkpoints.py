@@ -1,5 +1,6 @@
 """Which checkpoints a run keeps, their names, and resuming from any of them."""
 import os
+import shutil
 import signal
 
 import pytest
@@ -84,6 +85,25 @@ def test_the_best_stays_and_is_not_written_again(tmp_path, val_losses, monkeypat
         assert checkpoint['holds_best'] == (values.get(iteration) == min(values.values()))
     if links and files.get('ckpt_best.pt') == 6:
         assert (tmp_path / 'ckpt.pt').samefile(tmp_path / 'ckpt_best.pt')
+
+
+@pytest.mark.parametrize('settings, words', [
+    (dict(max_iters=0), ['none is at iteration 0: give --max_iters=1']),
+    (dict(max_iters=6), []), (dict(max_iters=6, checkpoint_interval=5), []),
+    (dict(max_iters=6, always_save_checkpoint=False), ['did not improve', '=False: give --always']),
+    (dict(max_iters=6, always_save_checkpoint=False, checkpoint_interval=5), []),
+    (dict(max_iters=30, always_save_checkpoint=False, init_from='resume'),
+     ['did not improve', 'ckpt.pt is still of iteration 10: give --always'])], ids=str)
+def test_a_run_that_ends_without_a_checkpoint_says_so(tmp_path, val_losses, capsys, trained, saved,
+                                                      settings, words):
+    val_losses |= {0: 1.0, 10: 5.0, 20: 5.0, 30: 5.0}
+    if 'init_from' in settings:
+        shutil.copy(trained['vanilla'] / 'ckpt.pt', tmp_path)
+    run_train(tmp_path, **settings)
+    notes = [line for line in capsys.readouterr().out.splitlines() if 'no checkpoint' in line]
+    assert len(notes) == bool(words) != bool(saved)
+    for text in words:
+        assert text in notes[0]
 
 
 def test_it_is_kept_through_kills_and_resumes(tmp_path, val_losses, at_step, capsys):

@@ -191,7 +191,8 @@ def test_a_wrong_setting_ends_all_processes(tmp_path, data_root):
     process = start(data_root, 2, tmp_path / 'out', backend='nccl')
     _, err = process.communicate(timeout=120)
     assert process.returncode != 0 and not (tmp_path / 'out').exists()
-    assert re.search("error: .*'nccl'.*gloo", err)
+    report = err.partition('Root Cause')[2]  # torchrun's, which is last
+    assert re.search("error: .*'nccl'.*gloo", report)
 
 
 @pytest.mark.parametrize('name, value, error', [

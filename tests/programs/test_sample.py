@@ -2,7 +2,6 @@
 import gc
 import json
 import math
-import pickle
 import re
 import weakref
 
@@ -16,7 +15,7 @@ from kv.capacity import prefill_flops
 from kv.plan import plan_kv
 from model import GPT
 from tests.programs.support import (
-    ALPHABET, LAUNCH, VANILLA, flags, in_terminal, load, meta_of, run_sample)
+    ALPHABET, LAUNCH, VANILLA, flags, in_terminal, load, make_tiny, run_sample)
 
 RULE = '---------------'
 KINDS = pytest.mark.parametrize('kind', ['vanilla', 'full'])
@@ -159,7 +158,7 @@ def test_a_run_is_sampled_without_its_data_set_and_without_dropout(
     text = run_sample(capsys, out_dir=trained['vanilla'], report=False)
     (own_data_root / 'tiny' / 'meta.pkl').unlink()
     if left == 'other tokens':
-        (own_data_root / 'tiny' / 'meta.pkl').write_bytes(pickle.dumps(meta_of(ALPHABET.upper())))
+        make_tiny(own_data_root, ALPHABET.upper())
     saved = load(trained['vanilla'] / 'ckpt.pt')
     saved['model_args']['dropout'] = 0.9
     torch.save(saved, tmp_path / 'ckpt.pt')

@@ -97,7 +97,9 @@ TRAIN = [
     (dict(dataset='../tiny'), ["'../tiny'"]),
     (dict(block_size=5000), ['block_size=5000', '2000']),
     (dict(block_size=1000), ['block_size=1000', '400', 'val.bin']),
-    (dict(out_dir=''), ["out_dir=''"]),
+    (dict(out_dir=''), ["out_dir='' is empty"]),
+    (dict(out_dir='/'), ["out_dir='/' is the root of the file system"]),
+    (dict(out_dir='x' * 300), ['File name too long']),
     (dict(out_dir='taken'), ['taken']),
     # other changes: tests/training/test_adapt.py
     (dict(out_dir='out', init_from='resume', n_kv_head=1), ['--n_kv_head=1 (trained with 0)']),
@@ -223,8 +225,27 @@ def test_train_refuses_an_out_dir_it_may_not_write_to(tmp_path, own_data_root, m
     ('train.bin', b'', ['0 bytes']), ('meta.pkl', b'\x80\x04junk', []),
     ('val.bin', b'\x0c\x00' * 2000, ['token 12', 'vocabulary 12', 'of another tokenizer'])])
 def test_train_refuses_damaged_data(refused, tmp_path, own_data_root, name, content, named):
+    (own_data_root / 'tiny' / 'checksums.json').unlink()  # as nanoGPT's data sets
     (own_data_root / 'tiny' / name).write_bytes(content)
     refused(train.main, VANILLA | dict(out_dir=tmp_path / 'new'), name, *named)
+
+
+@pytest.mark.parametrize('name, place', [
+    ('train.bin', 2000), ('val.bin', 400), ('meta.pkl', 59)])  # a token; the letter b
+def test_one_flipped_bit_of_a_data_set_is_noticed(refused, out, own_data_root, name, place):
+    """By runs that start or go on, and by samples where they read the file. Without checksums.json
+    nothing is compared."""
+    path = own_data_root / 'tiny' / name
+    data = bytearray(path.read_bytes())
+    data[place] ^= 2
+    path.write_bytes(data)
+    told = [f"tiny/{name}' is not the file that was prepared", 'delete', "tiny/checksums.json'"]
+    refused(train.main, VANILLA | dict(out_dir=out.parent / 'new'), *told)
+    refused(train.main, for_train(out), *told)
+    if name == 'meta.pkl':
+        refused(sample.main, for_sample(out), *told)
+    (own_data_root / 'tiny' / 'checksums.json').unlink()
+    train.main(flags(VANILLA | dict(out_dir=out.parent / 'new', max_iters=1)))
 
 
 def test_older_checkpoints_depend_on_the_data_set(refused, out, own_data_root):
@@ -232,6 +253,7 @@ def test_older_checkpoints_depend_on_the_data_set(refused, out, own_data_root):
     meta = own_data_root / 'tiny' / 'meta.pkl'
     change(out, lambda saved: saved.pop('meta'))
     meta.unlink()
+    meta.with_name('checksums.json').unlink()
     refused(sample.main, for_sample(out), 'data/tiny/meta.pkl', '12 tokens', 'prepare.py')
     meta.write_bytes(pickle.dumps(meta_of(''.join(map(chr, range(97, 137))))))
     for main, settings in BOTH_PROGRAMS:
@@ -239,6 +261,7 @@ def test_older_checkpoints_depend_on_the_data_set(refused, out, own_data_root):
     make_tiny(own_data_root, ALPHABET.upper())
     refused(train.main, for_train(out), "'tiny'", 'not those')
     refused(sample.main, for_sample(out, start='AB'), 'data/tiny', 'prepared again')
+    meta.with_name('checksums.json').unlink()
     meta.write_bytes(pickle.dumps({'vocab_size': 12}))  # BPE
     refused(train.main, for_train(out), "'tiny'", 'not those')
     refused(sample.main, for_sample(out), 'data/tiny/meta.pkl does not say', '12 tokens')

@@ -226,7 +226,7 @@ def test_a_file_that_changes_meanwhile_is_an_error_and_the_older_dataset_stays(r
         run('--input', path)
     assert len(ids_of(root / 'text', 'train')) == len(old[0]) == 90
     assert {p.name for p in (root / 'text').iterdir()} == {
-        'meta.pkl', 'source.json', 'train.bin', 'val.bin'}
+        'checksums.json', 'meta.pkl', 'source.json', 'train.bin', 'val.bin'}
 
 
 def test_memory_does_not_grow_with_the_files(root, tmp_path):
