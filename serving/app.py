@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -69,7 +70,7 @@ def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequenc
     """
     model = {'id': service.model, 'object': 'model', 'created': service.created,
              'owned_by': 'nanokv'}
-    parsers = anyio.CapacityLimiter(2)  # threads that parse and encode requests
+    parsers = Parsers()
 
     async def retrieve_model(request):
         if request.path_params['model'] != service.model:
@@ -150,12 +151,26 @@ async def body_of(request: Request, most: int) -> bytes:
     return bytes(body)
 
 
+class Parsers:
+    """Two threads that parse and encode requests, so that these do not block others. A client has
+    at most one of them, and one place in the queue for them: its own requests wait, not others'."""
+
+    def __init__(self):
+        self._threads = anyio.CapacityLimiter(2)
+        self._turns = weakref.WeakValueDictionary()  # client -> lock, while somebody uses it
+
+    async def run(self, client: str, parse: Callable, body: bytes):
+        async with self._turns.setdefault(client, asyncio.Lock()):
+            return await anyio.to_thread.run_sync(parse, body, limiter=self._threads,
+                                                  abandon_on_cancel=True)
+
+
 class Generation:
-    """The response to one request for text. make_reply: body -> Reply, in a thread of `parsers`, so
-    that it does not block other requests. received, first_event: `perf_counter` times."""
+    """The response to one request for text. make_reply: body -> Reply, which `parsers` call.
+    received, first_event: `perf_counter` times."""
 
     def __init__(self, worker: Worker, limits: Limits, make_reply: Callable[[bytes], Reply],
-                 parsers: anyio.CapacityLimiter):
+                 parsers: Parsers):
         self.worker, self.limits, self.make_reply, self.parsers = (
             worker, limits, make_reply, parsers)
         self.reply = self.ticket = self.first_event = None
@@ -198,14 +213,14 @@ class Generation:
         self.inbox.put_nowait(None)
 
     async def _respond(self, body):
-        self.reply = await anyio.to_thread.run_sync(self.make_reply, body, limiter=self.parsers,
-                                                    abandon_on_cancel=True)
+        client = self.scope['nanokv_client']
+        self.reply = await self.parsers.run(client, self.make_reply, body)
         if not self.inbox.empty():
             raise ClientDisconnect
         loop = asyncio.get_running_loop()
         ticket = Ticket(self.reply.request.choices,
                         lambda items: loop.call_soon_threadsafe(self.inbox.put_nowait, items),
-                        self.reply.watched, self.scope['nanokv_client'], self.scope['nanokv_salt'])
+                        self.reply.watched, client, self.scope['nanokv_salt'])
         self.worker.submit(ticket)
         self.ticket = ticket
         await (self._stream() if self.reply.request.stream else self._send_whole())
