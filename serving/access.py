@@ -27,6 +27,17 @@ def error_response(error: ApiError) -> Response:
     return json_response(error.document(), error.status, error.headers | close)
 
 
+def unambiguous(app):
+    """Refuse requests of which a proxy may see another end, and close their connections, where the
+    rest could be a hidden request (RFC 9112, section 6.3). h11 refuses all others of that kind."""
+    async def checked(scope, receive, send):
+        both = {b'content-length', b'transfer-encoding'} <= dict(scope.get('headers', ())).keys()
+        error = ApiError(400, 'the request has both Content-Length and Transfer-Encoding',
+                         headers={'Connection': 'close'})
+        await (error_response(error) if both else app)(scope, receive, send)
+    return checked
+
+
 class AccessMiddleware:
     """Checks the Host header and the key, counts requests, and writes the request log.
 

@@ -27,7 +27,7 @@ from starlette.routing import Route
 from engine.requests.params import encodable
 from engine.pages.view import RowView
 from serving import api
-from serving.access import AccessMiddleware, error_response, json_response
+from serving.access import AccessMiddleware, error_response, json_response, unambiguous
 from serving.errors import ApiError
 from serving.replies import ChatReply, Reply
 from serving.watch import CacheEvent, WatchedChatReply, WatchedReply, plan_document
@@ -110,6 +110,7 @@ def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequenc
     if cors:  # outermost: a preflight has no key, and refusals can be read too
         middleware.insert(0, Middleware(CORSMiddleware, allow_origins=[cors], allow_headers=['*'],
                                         allow_methods=['GET', 'POST'], allow_private_network=True))
+    middleware.insert(0, Middleware(unambiguous))
     handlers = dict.fromkeys((HTTPException, ApiError, Exception), _on_error)
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.router.redirect_slashes = False
