@@ -28,13 +28,14 @@ def error_response(error: ApiError) -> Response:
 
 
 def unambiguous(app):
-    """Refuse requests of which a proxy may see another end, and close their connections, where the
-    rest could be a hidden request (RFC 9112, section 6.3). h11 refuses all others of that kind."""
+    """Refuse requests whose end a proxy may see elsewhere (RFC 9112, 6.3; h11 has refused the
+    others of that kind)."""
+    refusal = error_response(ApiError(400, 'both Content-Length and Transfer-Encoding are given',
+                                      headers={'Connection': 'close'}))
+
     async def checked(scope, receive, send):
         both = {b'content-length', b'transfer-encoding'} <= dict(scope.get('headers', ())).keys()
-        error = ApiError(400, 'the request has both Content-Length and Transfer-Encoding',
-                         headers={'Connection': 'close'})
-        await (error_response(error) if both else app)(scope, receive, send)
+        await (refusal if both else app)(scope, receive, send)
     return checked
 
 

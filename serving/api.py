@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from config.errors import UserError
 from engine.text.dialogue import Dialogue, Template
 from engine.requests.params import (
-    MAX_LOGPROBS, SamplingParams, check_tokens, present, sample_seed, shown, unknown, whole)
+    MAX_LOGPROBS, SamplingParams, check_prompt, check_tokens, present, sample_seed, shown, unknown,
+    whole)
 from serving.errors import ApiError
 
 MAX_CHOICES = 128  # per request, as in OpenAI's API
@@ -26,43 +27,38 @@ COMMON = {'model': None, 'n': range(1, MAX_CHOICES + 1), 'stream': bool, 'stream
 COMPLETION = COMMON | {'prompt': None, 'logprobs': range(MAX_LOGPROBS + 1)}
 CHAT = COMMON | {'messages': None, 'logprobs': bool, 'top_logprobs': range(MAX_LOGPROBS + 1)}
 
-# other fields of OpenAI's and vLLM's APIs -> the values that change nothing; what is not `present`
-# is one of them
-IGNORED = ('user', 'metadata', 'service_tier', 'safety_identifier', 'prompt_cache_key',
-           'prompt_cache_options', 'prompt_cache_retention', 'request_id', 'session_id')  # any value
-HARMLESS = dict.fromkeys((*IGNORED,
-    'logit_bias', 'suffix', 'tools', 'functions', 'audio', 'moderation', 'prediction',
-    'web_search_options', 'documents', 'chat_template', 'chat_template_kwargs', 'media_io_kwargs',
-    'mm_processor_kwargs', 'structured_outputs', 'structural_tag', 'guided_json', 'guided_regex',
-    'guided_choice', 'guided_grammar', 'guided_decoding_backend', 'guided_whitespace_pattern',
-    'prompt_logprobs', 'logprob_token_ids', 'allowed_token_ids', 'bad_words', 'prompt_embeds',
-    'truncate_prompt_tokens', 'cache_salt', 'kv_transfer_params', 'ec_transfer_params',
-    'vllm_xargs', 'repetition_detection', 'logits_processors'), ())
-HARMLESS |= dict.fromkeys((
-    'store', 'echo', 'include_stop_str_in_output', 'use_beam_search', 'early_stopping',
-    'continue_final_message', 'watermarking', 'return_tokens_as_token_ids',
-    'return_prompt_text'), (False,))
-HARMLESS |= dict.fromkeys((  # what they switch does not exist here
-    'add_special_tokens', 'spaces_between_special_tokens', 'parallel_tool_calls',
-    'include_reasoning', 'return_token_offsets', 'return_mm_kwargs'), (False, True))
-HARMLESS |= dict.fromkeys(('frequency_penalty', 'presence_penalty', 'min_tokens', 'priority',
-                           'routed_experts_prompt_start'), (0,))
-HARMLESS |= dict.fromkeys(('best_of', 'length_penalty', 'stream_interval'), (1,))
-HARMLESS |= dict.fromkeys(('skip_special_tokens', 'add_generation_prompt'), (True,))
-HARMLESS |= dict.fromkeys(('tool_choice', 'function_call'), ('none', 'auto'))
-HARMLESS |= {'response_format': ({'type': 'text'},), 'modalities': (['text'],),
-             'verbosity': ('medium',), 'reasoning_effort': ('none',),
-             'thinking_token_budget': (-1,), 'truncation_side': ('left', 'right')}
+# fields that do not affect the text
+IGNORED = ('user metadata service_tier safety_identifier prompt_cache_key prompt_cache_options '
+           'prompt_cache_retention request_id session_id').split()
+# values that change nothing -> unsupported fields of OpenAI and vLLM; always also what is absent
+HARMLESS = {name: values for values, names in [
+    ((), 'logit_bias suffix tools functions audio moderation prediction web_search_options '
+         'documents chat_template chat_template_kwargs media_io_kwargs mm_processor_kwargs '
+         'structured_outputs structural_tag guided_json guided_regex guided_choice guided_grammar '
+         'guided_decoding_backend guided_whitespace_pattern prompt_logprobs logprob_token_ids '
+         'allowed_token_ids bad_words prompt_embeds truncate_prompt_tokens cache_salt vllm_xargs '
+         'kv_transfer_params ec_transfer_params repetition_detection logits_processors'),
+    ((False,), 'store echo include_stop_str_in_output use_beam_search early_stopping watermarking '
+               'continue_final_message return_tokens_as_token_ids return_prompt_text'),
+    ((False, True), 'add_special_tokens spaces_between_special_tokens parallel_tool_calls '
+                    'include_reasoning return_token_offsets return_mm_kwargs'),
+    ((0,), 'frequency_penalty presence_penalty min_tokens priority routed_experts_prompt_start'),
+    ((1,), 'best_of length_penalty stream_interval'), ((-1,), 'thinking_token_budget'),
+    ((True,), 'skip_special_tokens add_generation_prompt'), (('none',), 'reasoning_effort'),
+    (('none', 'auto'), 'tool_choice function_call'), (('left', 'right'), 'truncation_side'),
+    (('medium',), 'verbosity'), ((['text'],), 'modalities'),
+    (({'type': 'text'},), 'response_format')] for name in names.split()}
 
 
 @dataclass(frozen=True)
 class Service:
     """The settings used to validate requests.
 
-    vocab_size: the model's, which may be larger than the tokenizer's. max_positions: limit on a prompt and its completion without its last token. max_new_tokens: the
-    default. max_choices: limit for all requests together. user, reply_as: names of the user and the
-    assistant in the template. strict: reject messages that `Dialogue.say` would fold. created: the
-    model's time in seconds since 1970. dataset: name of what it was trained on; '' = unknown.
+    vocab_size: the model's. max_positions: limit on a prompt and its completion without its last
+    token. max_new_tokens: the default. max_choices: limit for all requests together. user,
+    reply_as: names of the user and the assistant in the template. strict: reject messages that
+    `Dialogue.say` would fold. created: the model's time in seconds since 1970. dataset: name of
+    what it was trained on; '' = unknown.
     """
     model: str
     tokenizer: object
@@ -121,9 +117,9 @@ def _fields(document, table, service) -> dict:
     for name, value in present(document).items():
         if name in known:
             fields[name] = _checked(name, value, table.get(name))
-        elif name not in HARMLESS:
+        elif name not in HARMLESS and name not in IGNORED:
             raise _invalid(unknown('field', name, sorted(known)), name[:60], 'unknown_field')
-        elif name not in IGNORED and value not in HARMLESS[name]:
+        elif value not in HARMLESS.get(name, [value]):
             allowed = ' or '.join(['leave it out', *map('give {!r}'.format, HARMLESS[name])])
             raise _invalid(f'{name}={shown(value)} is not supported: {allowed}', name,
                            'unsupported_value')
@@ -154,6 +150,8 @@ def _request(fields, service, prompts, logprobs, stops=()) -> GenerationRequest:
     include_usage = _include_usage(fields.get('stream_options', {}), stream)
     params, choices = _params(fields, service, logprobs, stops), []
     for prompt in prompts:
+        with _error_for('messages' if 'messages' in fields else 'prompt'):
+            check_prompt(prompt, service.vocab_size)
         room = service.max_positions - len(prompt) + 1  # the last token takes no position
         longest = min(params.max_new_tokens, room)
         choices += [(prompt, params.variant(max_new_tokens=longest,
@@ -215,10 +213,6 @@ def _prompt(prompt, service) -> list[int]:
     if None in ids:
         raise _invalid(f'prompt={shown(prompt)}: must be a text, a list of token ids, or a list of '
                        'texts or of such lists', 'prompt')
-    if not ids:
-        raise _invalid('the prompt has no tokens: give at least one', 'prompt')
-    with _error_for('prompt'):
-        check_tokens('the prompt has token', ids, service.vocab_size)
     return ids
 
 
@@ -269,7 +263,6 @@ def _conversation(messages, service) -> list[int]:
         _check_positions('the conversation', num_tokens, service, 'messages', advice)
     with _error_for('messages'):
         ids = dialogue.prompt(service.reply_as)
-        check_tokens('the conversation has token', ids, service.vocab_size)
     _check_positions('the conversation', len(ids), service, 'messages', advice)
     return ids
 

@@ -10,7 +10,7 @@ import json
 import re
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,7 +70,8 @@ def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequenc
     """
     model = {'id': service.model, 'object': 'model', 'created': service.created,
              'owned_by': 'nanokv'}
-    parsers = Parsers()
+    parsers = anyio.CapacityLimiter(2)  # threads that parse and encode requests
+    turns = weakref.WeakValueDictionary()  # client -> lock: it has at most one of these threads
 
     async def retrieve_model(request):
         if request.path_params['model'] != service.model:
@@ -88,11 +89,16 @@ def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequenc
         return Route(path, response, methods=['GET'])
 
     def generate(path, parse, reply_type):
-        def make_reply(body):
+        def parsed(body):
             return reply_type(parse(decoded(body), service), service.model, service.tokenizer)
 
+        async def make_reply(client, body):
+            async with turns.setdefault(client, asyncio.Lock()):
+                return await anyio.to_thread.run_sync(parsed, body, limiter=parsers,
+                                                      abandon_on_cancel=True)
+
         async def endpoint(request):
-            return Generation(worker, limits, make_reply, parsers)
+            return Generation(worker, limits, make_reply)
         return Route(path, endpoint, methods=['POST'])
     routes = [generate('/v1/completions', api.parse_completion, Reply),
               generate('/v1/chat/completions', api.parse_chat, ChatReply),
@@ -152,28 +158,13 @@ async def body_of(request: Request, most: int) -> bytes:
     return bytes(body)
 
 
-class Parsers:
-    """Two threads that parse and encode requests, so that these do not block others. A client has
-    at most one of them, and one place in the queue for them: its own requests wait, not others'."""
-
-    def __init__(self):
-        self._threads = anyio.CapacityLimiter(2)
-        self._turns = weakref.WeakValueDictionary()  # client -> lock, while somebody uses it
-
-    async def run(self, client: str, parse: Callable, body: bytes):
-        async with self._turns.setdefault(client, asyncio.Lock()):
-            return await anyio.to_thread.run_sync(parse, body, limiter=self._threads,
-                                                  abandon_on_cancel=True)
-
-
 class Generation:
-    """The response to one request for text. make_reply: body -> Reply, which `parsers` call.
-    received, first_event: `perf_counter` times."""
+    """The response to one request for text. make_reply: (client, body) -> Reply, in a thread, so
+    that it does not block other requests. received, first_event: `perf_counter` times."""
 
-    def __init__(self, worker: Worker, limits: Limits, make_reply: Callable[[bytes], Reply],
-                 parsers: Parsers):
-        self.worker, self.limits, self.make_reply, self.parsers = (
-            worker, limits, make_reply, parsers)
+    def __init__(self, worker: Worker, limits: Limits,
+                 make_reply: Callable[[str, bytes], Awaitable[Reply]]):
+        self.worker, self.limits, self.make_reply = worker, limits, make_reply
         self.reply = self.ticket = self.first_event = None
         self.received = time.perf_counter()
         self.started = False          # the head of the response was sent
@@ -215,7 +206,7 @@ class Generation:
 
     async def _respond(self, body):
         client = self.scope['nanokv_client']
-        self.reply = await self.parsers.run(client, self.make_reply, body)
+        self.reply = await self.make_reply(client, body)
         if not self.inbox.empty():
             raise ClientDisconnect
         loop = asyncio.get_running_loop()

@@ -158,6 +158,13 @@ def whole(value) -> int | None:
     return int(value) if is_whole and not isinstance(value, bool) else None
 
 
+def check_prompt(ids: Sequence[int], vocab_size: int) -> None:
+    """Raise UserError for a prompt without tokens, or with one that the model does not have."""
+    if not ids:
+        raise UserError('the prompt has no tokens: give at least one')
+    check_tokens('the prompt has token', ids, vocab_size)
+
+
 def check_tokens(what: str, tokens: Sequence[int], vocab_size: int) -> None:
     """Raise UserError for a token that the model does not have."""
     if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
