@@ -222,9 +222,9 @@ def _check_positions(what, num_tokens, service, param, advice=''):
                        f'{advice}', param, 'context_length_exceeded')
 
 
-def _check_length(what, items, param):
+def _check_length(items, param):
     if len(items) > MAX_MESSAGES:
-        raise _invalid(f'{param} has {len(items):,} {what}: at most {MAX_MESSAGES:,}', param)
+        raise _invalid(f'{param} has {len(items):,} items: at most {MAX_MESSAGES:,}', param)
 
 
 def _text(value, param, service) -> str:
@@ -245,7 +245,7 @@ def _conversation(messages, service) -> list[int]:
     if not isinstance(messages, list) or not messages:
         raise _invalid(f'messages={shown(messages)}: must be a list of at least one message',
                        'messages')
-    _check_length('messages', messages, 'messages')
+    _check_length(messages, 'messages')
     dialogue = Dialogue(service.tokenizer, service.template, strict=service.strict)
     num_tokens, advice = 0, '; leave out its oldest turns'
     for i, message in enumerate(messages):
@@ -292,7 +292,7 @@ def _message(message, param, service) -> tuple[str, str, str]:
 def _content(content, param, service) -> str:
     """The text of a message: a text, or a list of parts of type text."""
     parts = content if isinstance(content, list) else [{'type': 'text', 'text': content}]
-    _check_length('parts', parts, param)
+    _check_length(parts, param)
     if not all(isinstance(part, dict) and part.get('type') == 'text' for part in parts):
         raise _invalid(f'{param}: content may only have parts of type text', param)
     texts = [_text(present(part).get('text', ''), param, service) for part in parts]

@@ -5,6 +5,7 @@
 import asyncio
 import base64
 import contextlib
+import functools
 import hashlib
 import json
 import re
@@ -70,8 +71,7 @@ def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequenc
     """
     model = {'id': service.model, 'object': 'model', 'created': service.created,
              'owned_by': 'nanokv'}
-    parsers = anyio.CapacityLimiter(2)  # threads that parse and encode requests
-    turns = weakref.WeakValueDictionary()  # client -> lock: it has at most one of these threads
+    parsers = Parsers()
 
     async def retrieve_model(request):
         if request.path_params['model'] != service.model:
@@ -89,16 +89,11 @@ def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequenc
         return Route(path, response, methods=['GET'])
 
     def generate(path, parse, reply_type):
-        def parsed(body):
+        def make_reply(body):
             return reply_type(parse(decoded(body), service), service.model, service.tokenizer)
 
-        async def make_reply(client, body):
-            async with turns.setdefault(client, asyncio.Lock()):
-                return await anyio.to_thread.run_sync(parsed, body, limiter=parsers,
-                                                      abandon_on_cancel=True)
-
         async def endpoint(request):
-            return Generation(worker, limits, make_reply)
+            return Generation(worker, limits, functools.partial(parsers.run, make_reply))
         return Route(path, endpoint, methods=['POST'])
     routes = [generate('/v1/completions', api.parse_completion, Reply),
               generate('/v1/chat/completions', api.parse_chat, ChatReply),
@@ -111,12 +106,11 @@ def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequenc
                    generate('/nanokv/completions', api.parse_completion, WatchedReply),
                    generate('/nanokv/chat/completions', api.parse_chat, WatchedChatReply)]
     paths = {route.path for route in routes if '{' not in route.path}
-    middleware = [Middleware(AccessMiddleware, worker.metrics, keys, request_log, paths,
-                             shared_prefix)]
-    if cors:  # outermost: a preflight has no key, and refusals can be read too
-        middleware.insert(0, Middleware(CORSMiddleware, allow_origins=[cors], allow_headers=['*'],
+    middleware = [Middleware(unambiguous), Middleware(
+        AccessMiddleware, worker.metrics, keys, request_log, paths, shared_prefix)]
+    if cors:  # outside of keys: a preflight has none, and refusals can be read too
+        middleware.insert(1, Middleware(CORSMiddleware, allow_origins=[cors], allow_headers=['*'],
                                         allow_methods=['GET', 'POST'], allow_private_network=True))
-    middleware.insert(0, Middleware(unambiguous))
     handlers = dict.fromkeys((HTTPException, ApiError, Exception), _on_error)
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.router.redirect_slashes = False
@@ -156,6 +150,18 @@ async def body_of(request: Request, most: int) -> bytes:
         if len(body) > most:
             raise too_large
     return bytes(body)
+
+
+class Parsers:
+    """Two threads that parse and encode requests. A client has at most one of them."""
+
+    def __init__(self):
+        self.threads, self.locks = anyio.CapacityLimiter(2), weakref.WeakValueDictionary()
+
+    async def run(self, parse: Callable, client: str, body: bytes):
+        async with self.locks.setdefault(client, asyncio.Lock()):
+            return await anyio.to_thread.run_sync(parse, body, limiter=self.threads,
+                                                  abandon_on_cancel=True)
 
 
 class Generation:

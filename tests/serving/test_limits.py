@@ -66,7 +66,7 @@ WRONG_CHATS = [
     *((dict(messages=value), 'messages', named)
       for value, named in ((None, 'None'), ([], 'at least one'), ('hi', "'hi'"))),
     (dict(messages=[USER] * 10), 'messages', '62 tokens'),
-    (dict(messages=[USER] * 2049), 'messages', '2,049 messages: at most 2,048'),
+    (dict(messages=[USER] * 2049), 'messages', '2,049 items: at most 2,048'),
     (dict(top_logprobs=2), 'top_logprobs', 'requires'),
     (dict(logprobs=True, top_logprobs=21), 'top_logprobs', '21'),
     (dict(tools=[{'type': 'function'}]), 'tools', 'not supported'),
@@ -86,7 +86,7 @@ WRONG_CHATS += [(dict(messages=[message]), 'messages[0]', named) for message, na
     (USER | {'name': 0}, '0 is not a text'),
     *((USER | {'name': name}, 'name=') for name in ('a\nb', 'a\x00')),
     (USER | {'name': 'Q'}, "'Q'"),
-    ({'role': 'user', 'content': [{'type': 'text', 'text': ''}] * 2049}, '2,049 parts'),
+    ({'role': 'user', 'content': [{'type': 'text', 'text': ''}] * 2049}, '2,049 items'),
     ({'role': 'user', 'content': 'adb'}, 'a turn ends at'),
     ({'role': 'user', 'content': 'Hi'}, "'H'"),
 ]]
