@@ -84,9 +84,9 @@ def make_service(s, model, tokenizer, dataset: str):
     if s.init_from == 'resume':
         source = Path(s.out_dir).resolve()
         created = checkpoint_in(s.out_dir, s.resume_from).stat().st_mtime
-    return engine, Service(s.model_name or source.name, tokenizer, positions, s.max_new_tokens,
-                           most_choices(s.parallel, s.max_waiting), template, s.user, s.reply_as,
-                           s.strict_messages, int(created), dataset)
+    return engine, Service(s.model_name or source.name, tokenizer, model.config.vocab_size,
+                           positions, s.max_new_tokens, most_choices(s.parallel, s.max_waiting),
+                           template, s.user, s.reply_as, s.strict_messages, int(created), dataset)
 
 
 def main(argv=None):

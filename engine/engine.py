@@ -24,7 +24,7 @@ from engine.steps.native import NativeDecode
 from engine.requests.pace import Pace
 from engine.pages.cache import PAGE_SIZE, PagedKVCache
 from engine.pages.table import pages_within
-from engine.requests.params import Completion, SamplingParams
+from engine.requests.params import Completion, SamplingParams, check_prompt, check_tokens
 from engine.prefix.store import PrefixStore
 from engine.prefix.disk import DiskTier, fingerprint
 from engine.requests.sampler import sample_rows
@@ -162,12 +162,8 @@ class Engine:
 
     def _check(self, ids, params):
         vocab_size = self.model.config.vocab_size
-        if not ids:
-            raise UserError('the prompt has no tokens: give at least one')
-        for what, tokens in (('the prompt has token', ids), ('stop token', params.stop_tokens)):
-            wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
-            if wrong is not None:
-                raise UserError(f'{what} {wrong}: the model has tokens 0 to {vocab_size - 1}')
+        check_prompt(ids, vocab_size)
+        check_tokens('stop token', params.stop_tokens, vocab_size)
         if params.stop and self.tokenizer is None:
             raise UserError(f'stop={params.stop!r}: stop texts need an engine with a tokenizer')
         self.scheduler.check(len(ids), params.max_new_tokens)

@@ -63,12 +63,20 @@ def test_a_large_response_is_written_in_a_thread(running, monkeypatch):
     assert large.result == 200
 
 
-def test_few_requests_are_parsed_at_once(slow):
-    server = slow()
-    threads = [in_background(lambda: server.complete(seed=1)) for _ in range(6)]
-    eventually(lambda: server.tokenizer.waiting == 2)
-    time.sleep(0.1)
-    assert server.tokenizer.waiting == 2
+def test_few_requests_are_parsed_at_once_and_one_of_a_client(slow):
+    server = slow(keys=('one', 'other', 'third'))
+
+    def complete(key, prompt='abc'):
+        return server.client.post('/v1/completions', json=dict(prompt=prompt, max_tokens=1),
+                                  headers={'authorization': f'Bearer {key}'})
+    threads = []
+    for key, n, waiting in (('one', 4, 1), ('other', 2, 2), ('third', 1, 2)):
+        if key == 'other':  # while all of the first are parsed or wait for that
+            assert complete(key, prompt=[1, 2]).status_code == 200
+        threads += [in_background(lambda key=key: complete(key)) for _ in range(n)]
+        eventually(lambda: server.tokenizer.waiting >= waiting)
+        time.sleep(0.1)
+        assert server.tokenizer.waiting == waiting
     server.tokenizer.go.set()
     for thread in threads:
         thread.join()

@@ -87,6 +87,39 @@ MALFORMED = [
 ]
 
 
+CHUNKED = b'0\r\n\r\n'
+# what servers may take for different requests
+AMBIGUOUS = [
+    *(POST + head + b'\r\n\r\n' + CHUNKED for head in (
+        b'Content-Length: 5\r\nTransfer-Encoding: chunked',
+        b'Transfer-Encoding: chunked\r\nContent-Length: 5',
+        b'Content-Length: 5\r\nContent-Length: 6', b'Content-Length: 5, 6', b'Content-Length: +5',
+        b'Content-Length : 5', b'Transfer-Encoding: identity', b'Transfer-Encoding: xchunked',
+        b'Transfer-Encoding: chunked, identity', b'Transfer-Encoding: \x0bchunked',
+        b'Transfer-Encoding: chunked\r\nTransfer-Encoding: identity',
+        b'X: a\rContent-Length: 5', b'X: a\0b')),
+    (POST + b'Content-Length: 5\r\nTransfer-Encoding: chunked\r\nOrigin: http://page.example\r\n'
+     b'Access-Control-Request-Method: POST\r\n\r\n').replace(b'POST /', b'OPTIONS /') + CHUNKED,
+    b'POST / HTTP/1.1\r\n Host: a\r\nHost: localhost\r\n\r\n', POST + b'Host: b\r\n\r\n']
+
+
+@pytest.mark.parametrize('data', AMBIGUOUS)
+def test_requests_of_ambiguous_length_are_refused_and_nothing_after_them_is_read(running, data):
+    server = running(cors='http://page.example')
+    answer = all_of(connect(server, data + b'GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n'))
+    assert answer.startswith(b'HTTP/1.1 400') and answer.count(b'HTTP/1.1') == 1
+    assert b'connection: close' in answer.lower()
+
+
+@pytest.mark.parametrize('head', [b'Transfer-Encoding:\r\n chunked', b'X: a\r\n Content-Length: 9'])
+def test_folded_headers_are_one_line(running, head):
+    """As RFC 9112, section 5.2, asks of a server that does not refuse them."""
+    get, body = b'GET /health HTTP/1.1\r\nHost: localhost\r\n', CHUNKED * (b'chunked' in head)
+    answer = all_of(connect(running(), get + head + b'\r\n\r\n' + body + get +
+                            b'Connection: close\r\n\r\n'))
+    assert answer.count(b'HTTP/1.1 200 OK') == 2 == answer.count(b'HTTP/1.1')
+
+
 def test_broken_requests_are_refused_and_leave_nothing_behind(running):
     server = running()
     for data in MALFORMED:
