@@ -9,6 +9,10 @@ from config.files import read_json
 TEXT = ('text_config', 'language_config', 'llm_config', 'thinker_config', 'decoder')
 MOST = 2_000  # layers, or experts of a layer
 COUNTS = re.compile(r'(^|_)(num|n)_(\w+_)?(layer|expert)s?$|coder_layers$')
+IN_ALL = 1_000_000  # of all other numbers, but for those that are often large and never counted to
+LARGE = re.compile('size|dim|embd|rank|width|channel|hidden|inner|ffn|ff$|d_model|length|_len$|ctx|'
+                   'context|position|window|topk|token|_ids?$|index$|theta|base|rate|freq|seed|'
+                   'param|pixels|fft|seconds')
 
 
 def read_config(where: str) -> dict:
@@ -49,10 +53,28 @@ def text_of(config: dict) -> dict:
     return text_of(inner) if inner else config
 
 
+def leaves(value, name: str = ''):
+    """Yield (key, value) for all values in a config that are not objects or lists. A value in a
+    list has the list's key."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from leaves(inner, str(key))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from leaves(inner, name)
+    else:
+        yield name, value
+
+
 def check_sizes(config: dict) -> None:
-    """Raise UserError for numbers of layers or experts with which building would never end."""
-    for name, value in config.items():
-        if isinstance(value, dict):
-            check_sizes(value)
-        elif type(value) is int and value > MOST and COUNTS.search(str(name)):
+    """Raise UserError for counts with which building would never end, or need too much memory."""
+    total = 0
+    for name, value in leaves(config):
+        if type(value) is not int:
+            continue
+        if value > MOST and COUNTS.search(name):
             raise UserError(f'this config has {name}={value:,}: at most {MOST:,} make sense')
+        total += 0 if LARGE.search(name) else max(value, 0)
+        if total > IN_ALL:
+            raise UserError(f'this config has {name}={value:,}: counts may be at most {IN_ALL:,} '
+                            'in all')
