@@ -24,9 +24,12 @@ TOKENS = 3
 MOST_CALLS = 100_000  # of torch; DeepSeek V3 takes 13,000
 # Keys that are not for the config's class: what names code to run, and the names of labels.
 DROPPED = re.compile('auto_map|.*_implementation|num_labels|id2label|label2id')
+# lists of 0 and 1 in configs of MiniMax and MiMo
+OTHER_NAMES = {'attn_type_list': ('linear_attention', 'full_attention'),
+               'hybrid_layer_pattern': ('full_attention', 'sliding_attention')}
 # Keys that may say what layers store. They are told if the class does not read them.
 OF_LAYERS = re.compile('attn|attention|window|swa|hybrid|layer|block|kv_|head')
-NOT_STORED = re.compile('drop|bias|norm|scal|softcap|flash|moe|mlp|expert|mtp|nextn|init|quant')
+NOT_STORED = re.compile('drop|bias|cross|norm|scal|softcap|flash|moe|mlp|expert|mtp|nextn|init|quant')
 # attributes of the layers of a cache
 STORED = {'keys', 'values', 'indexer_keys', 'conv_states', 'recurrent_states', 'compressed_kv',
           'buffer_kv', 'buffer_gate', 'overlap_kv', 'overlap_gate'}
@@ -87,7 +90,8 @@ def memory_of(given: dict) -> Memory:
     if config.is_encoder_decoder or getattr(config, 'cross_attention_layers', None):
         assumed.append('K and V of cross-attention are not counted: they depend on the length of '
                        'its input')
-    if unread := _unread(_prepared(text_of(given)), cls, type(config), type(model)):
+    if unread := _unread(_prepared(text_of(given)), cls, type(config), type(model),
+                         type(cache)):
         assumed.append(f"{unread}: not read by transformers' {type(config).__name__}, and not "
                        'accounted for')
     widths = [store.parts[0].width for store in stores.values() if store.parts]
@@ -101,12 +105,11 @@ def memory_of(given: dict) -> Memory:
 
 
 def _prepared(config: dict) -> dict:
-    """The config without the keys in `DROPPED`, and with MiniMax's first name of `layer_types`."""
+    """The config without the keys in `DROPPED`, and with `layer_types` for other names of them."""
     config = {name: _prepared(value) if isinstance(value, dict) else value
               for name, value in config.items() if not DROPPED.fullmatch(name)}
-    if kinds := config.pop('attn_type_list', None):
-        config.setdefault('layer_types', ['full_attention' if softmax else 'linear_attention'
-                                          for softmax in kinds])
+    for name in OTHER_NAMES.keys() & config.keys():
+        config.setdefault('layer_types', [OTHER_NAMES[name][i] for i in config.pop(name)])
     return config
 
 
@@ -116,8 +119,9 @@ def _unread(given: dict, *classes: type) -> str:
     words = set(re.findall(r'\w+', ''.join(inspect.getsource(inspect.getmodule(cls))
                                           for cls in classes)))
     return ', '.join(name for name, value in given.items()
-                     if value and name not in words and OF_LAYERS.search(name)
-                     and not NOT_STORED.search(name))
+                     if value not in (None, [], {}) and OF_LAYERS.search(name)
+                     and not NOT_STORED.search(name)
+                     and words.isdisjoint({name, name.partition('_')[0] + '_'}))  # f'swa_{key}'
 
 
 @contextlib.contextmanager
