@@ -29,15 +29,15 @@ OTHER_NAMES = {'attn_type_list': ('linear_attention', 'full_attention'),
                'hybrid_layer_pattern': ('full_attention', 'sliding_attention')}
 # Keys that may say what layers store. They are told if the class does not read them.
 OF_LAYERS = re.compile('attn|attention|window|swa|hybrid|layer|block|kv_|head')
-NOT_STORED = re.compile('drop|bias|cross|norm|scal|softcap|flash|moe|mlp|expert|mtp|nextn|init|quant')
+NOT_STORED = re.compile('drop|bias|cross|output|norm|scal|softcap|flash|moe|mlp|expert|mtp|nextn|init|quant')
 # attributes of the layers of a cache
 STORED = {'keys', 'values', 'indexer_keys', 'conv_states', 'recurrent_states', 'compressed_kv',
           'buffer_kv', 'buffer_gate', 'overlap_kv', 'overlap_gate'}
 
 
 class WithoutData(TorchDispatchMode):
-    """Lets a model branch on meta tensors: every number is 1, and no element is nonzero. It ends
-    after `MOST_CALLS` calls of torch, and with it what a model of very many modules would take."""
+    """Lets a model branch on meta tensors: every number is 1, and no element is nonzero. Raises
+    RuntimeError after `MOST_CALLS` calls of torch: a model may have very many modules."""
     calls = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -96,7 +96,7 @@ def memory_of(given: dict) -> Memory:
                        'accounted for')
     widths = [store.parts[0].width for store in stores.values() if store.parts]
     width = max(widths, key=widths.count, default=0)
-    first = _layer_config(config, 0)
+    first = config.per_layer_config[0] if config.is_heterogeneous else config
     if getattr(first, 'kv_lora_rank', None):
         width = first.v_head_dim  # of values made from latents
     return Memory((*stores.values(), *blocks), n_layer,
@@ -116,8 +116,8 @@ def _prepared(config: dict) -> dict:
 def _unread(given: dict, *classes: type) -> str:
     """The keys about layers which these classes do not read, if the config has any: in the source
     of their modules, their names are not found."""
-    words = set(re.findall(r'\w+', ''.join(inspect.getsource(inspect.getmodule(cls))
-                                          for cls in classes)))
+    sources = [inspect.getsource(inspect.getmodule(cls)) for cls in classes]
+    words = set(re.findall(r'\w+', ' '.join(sources)))
     return ', '.join(name for name, value in given.items()
                      if value not in (None, [], {}) and OF_LAYERS.search(name)
                      and not NOT_STORED.search(name)
@@ -144,11 +144,6 @@ def _class_of(config) -> type:
                                                                       '.modeling_'))
     return next(cls for cls in vars(package).values()
                 if getattr(cls, 'config_class', None) is type(config) and 'forward' in vars(cls))
-
-
-def _layer_config(config, i: int):
-    """The config, with what it says of layer `i`."""
-    return config.per_layer_config[i] if config.is_heterogeneous else config
 
 
 def _run(config):
@@ -182,7 +177,7 @@ def _check_known(cache, name: str) -> None:
 def _store(model, cache, i: int) -> Store:
     """What layer `i` stores for itself."""
     config, layer = model.config, cache.layers[i] if i < len(cache.layers) else None
-    config = _layer_config(config, i)
+    config = config.per_layer_config[i] if config.is_heterogeneous else config
     parts, window = [], getattr(layer, 'sliding_window', None) or 0
     trimmed = config.model_type != 'gpt_neo'
     if not trimmed and config.attention_layers[i] == 'local':

@@ -2,7 +2,7 @@
 import re
 from pathlib import Path
 
-from config.errors import UserError
+from config.errors import UserError, shown
 from config.files import read_json
 
 # where a model of several parts has its text model
@@ -10,7 +10,7 @@ TEXT = ('text_config', 'language_config', 'llm_config', 'thinker_config', 'decod
 MOST = 2_000  # layers, or experts of a layer
 COUNTS = re.compile(r'(^|_)(num|n)_(\w+_)?(layer|expert)s?$|coder_layers$')
 IN_ALL = 1_000_000  # of all other numbers, but for those that are often large and never counted to
-LARGE = re.compile('size|dim|embd|rank|width|channel|hidden|inner|ffn|ff$|d_model|length|_len$|ctx|'
+LARGE = re.compile('size|dim|embd|rank|width|channel|inner|ffn|ff$|d_model|length|_len$|ctx|'
                    'context|position|window|topk|token|_ids?$|index$|theta|base|rate|freq|seed|'
                    'param|pixels|fft|seconds')
 
@@ -53,28 +53,18 @@ def text_of(config: dict) -> dict:
     return text_of(inner) if inner else config
 
 
-def leaves(value, name: str = ''):
-    """Yield (key, value) for all values in a config that are not objects or lists. A value in a
-    list has the list's key."""
+def check_sizes(value, name: str = 'in all, counts') -> int:
+    """Return the sum of the counts in a config, or in a value of it. Raise UserError for counts
+    with which building would never end, or would need too much memory."""
+    most, total = IN_ALL, 0
     if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from leaves(inner, str(key))
+        total = sum(check_sizes(inner, str(key)) for key, inner in value.items())
     elif isinstance(value, list):
-        for inner in value:
-            yield from leaves(inner, name)
-    else:
-        yield name, value
-
-
-def check_sizes(config: dict) -> None:
-    """Raise UserError for counts with which building would never end, or need too much memory."""
-    total = 0
-    for name, value in leaves(config):
-        if type(value) is not int:
-            continue
-        if value > MOST and COUNTS.search(name):
-            raise UserError(f'this config has {name}={value:,}: at most {MOST:,} make sense')
-        total += 0 if LARGE.search(name) else max(value, 0)
-        if total > IN_ALL:
-            raise UserError(f'this config has {name}={value:,}: counts may be at most {IN_ALL:,} '
-                            'in all')
+        total = sum(check_sizes(inner, name) for inner in value)
+    elif type(value) is int and COUNTS.search(name):
+        most, total = MOST, max(value, 0)
+    elif type(value) is int and not LARGE.search(name):
+        total = max(value, 0)
+    if total > most:
+        raise UserError(f'this config has {name}={shown(value)}: at most {most:,} make sense')
+    return total

@@ -35,10 +35,7 @@ FAMILIES = {
     'gemma3_text': _WINDOW, 'gpt_oss': _WINDOW | dict(num_local_experts=4),
     'llama4_text': _WIDE | dict(attention_chunk_size=7, no_rope_layer_interval=3,
                                 num_local_experts=2, intermediate_size_mlp=40),
-    'gpt_neo': _HEADS | dict(num_layers=4, attention_types=[[['global', 'local'], 2]],
-                             window_size=7),
-    'llama4_text, no chunks': _WIDE | dict(attention_chunk_size=None, num_local_experts=2,
-                                           intermediate_size_mlp=40),
+    'gpt_neo': _HEADS | dict(attention_types=[[['global', 'local'], 3]], window_size=7),
     'modernbert-decoder': _HEADS | dict(sliding_window=7, local_attention=7),
     'mimo_v2_flash': _WINDOW | dict(v_head_dim=11),
     # widths that differ between layers
