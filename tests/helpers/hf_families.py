@@ -38,10 +38,6 @@ FAMILIES = {
     'gpt_neo': _HEADS | dict(attention_types=[[['global', 'local'], 3]], window_size=7),
     'modernbert-decoder': _HEADS | dict(sliding_window=7, local_attention=7),
     'mimo_v2_flash': _WINDOW | dict(v_head_dim=11),
-    # widths that differ between layers
-    'dots3_note_text': _MLA | _EXPERTS | _INDEXED | dict(
-        head_dim=16, sliding_window=7, swa_kv_lora_rank=9, swa_head_dim=16, swa_qk_nope_head_dim=8,
-        swa_num_attention_heads=2, swa_num_key_value_heads=2, swa_q_lora_rank=8),
     # shared by layers
     'gemma3n_text': _SHARED | dict(laurel_rank=4, intermediate_size=[40] * 6,
                                    activation_sparsity_pattern=[0.0] * 6),
