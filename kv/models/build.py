@@ -126,7 +126,7 @@ def _unread(given: dict, *classes: type) -> str:
 
 @contextlib.contextmanager
 def _refused(what: str):
-    """Whatever a class of transformers raises becomes a UserError of one line; without its warnings."""
+    """Whatever transformers raises becomes a UserError of one line. Its warnings are not shown."""
     try:
         with warnings.catch_warnings(action='ignore'):
             yield
