@@ -29,7 +29,7 @@ OTHER_NAMES = {'attn_type_list': ('linear_attention', 'full_attention'),
                'hybrid_layer_pattern': ('full_attention', 'sliding_attention')}
 # Keys that may say what layers store. They are told if the class does not read them.
 OF_LAYERS = re.compile('attn|attention|window|swa|hybrid|layer|block|kv_|head')
-NOT_STORED = re.compile('drop|bias|cross|output|norm|scal|softcap|flash|moe|mlp|expert|mtp|nextn|init|quant')
+NOT_STORED = re.compile('drop|bias|cross|output|norm|scal|flash|moe|mlp|expert|mtp|nextn|init')
 # attributes of the layers of a cache
 STORED = {'keys', 'values', 'indexer_keys', 'conv_states', 'recurrent_states', 'compressed_kv',
           'buffer_kv', 'buffer_gate', 'overlap_kv', 'overlap_gate'}
