@@ -12,6 +12,7 @@
 """
 import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -137,4 +138,8 @@ def saved_config(path: Path) -> GPTConfig:
 
 
 if __name__ == '__main__':
+    # transformers imports torchao where it is installed, which prints warnings; not needed here
+    sys.modules['torchao'] = None
+    os.environ |= {'TRANSFORMERS_VERBOSITY': 'error', 'HF_HUB_VERBOSITY': 'error',
+                   'HF_HUB_DISABLE_PROGRESS_BARS': '1'}
     configurator.run_program(main)

@@ -58,8 +58,8 @@ def transformers(memory: Memory, batch: int, length: int, dtype: str, kind: str)
     of their kernel."""
     total = 0
     for store in memory.stores:
-        held = store.positions(length)
-        if store.window and kind == 'dynamic':
+        held = store.positions(length) if store.trimmed else length
+        if store.window and store.trimmed and kind == 'dynamic':
             held = min(length, store.window - 1)
         total += (held * store.position_nbytes(dtype)
                   + store.states_nbytes(dtype, dtype, length, spare=True))

@@ -50,7 +50,8 @@ class State:
 class Store:
     """What one layer stores. layers: that layer, then those that read its K and V. stride: tokens
     for which it has one entry. waiting: numbers kept, in the model's dtype, for each token of the
-    block that has begun; overlaps: and half of them for each token of the block before."""
+    block that has begun; overlaps: and half of them for each token of the block before. trimmed:
+    transformers stores no more than the window."""
     kind: str
     layers: tuple[int, ...]
     parts: tuple[Part, ...] = ()
@@ -59,6 +60,7 @@ class Store:
     stride: int = 1
     waiting: int = 0
     overlaps: bool = False
+    trimmed: bool = True
 
     def positions(self, length: int) -> int:
         """Positions needed to go on after `length` tokens."""

@@ -37,6 +37,16 @@ def test_shared_caches_are_shown(tmp_path, capsys):
     assert '3, read by 4' in ' '.join(capsys.readouterr().out.split())
 
 
+def test_only_our_own_lines(tmp_path):
+    """Packages of others print their warnings elsewhere."""
+    odd = dict(attention_types=[[['global', 'local'], 1]], num_layers=2, torch_dtype='float16',
+               rope_scaling=dict(type='linear', factor=2.0, odd=1))
+    done = subprocess.run([sys.executable, '-m', 'kv', write(
+        tmp_path / 'model', odd | dict(model_type='gpt_neo'))], cwd=ROOT, capture_output=True,
+        text=True)
+    assert (done.returncode, done.stderr) == (0, '') and done.stdout.startswith('gpt_neo: 2 layers')
+
+
 @pytest.mark.parametrize('config, message', [
     ('{', 'cannot be read'), ('[]', 'holds list, not an object'), ({}, 'model_type=None')])
 def test_damaged_files_are_one_line(config, message, tmp_path):
