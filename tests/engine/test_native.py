@@ -391,18 +391,15 @@ def test_a_relative_cache_folder_is_ignored(unbuilt, monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='other systems have no such names of folders')
-def test_a_folder_that_is_exchanged_after_the_check_is_not_used(unbuilt, quickly, monkeypatch):
-    assert native.library() is not None
-    native._library.cache_clear()
-    folder, check = unbuilt / 'nanokv' / 'native', extension.is_trusted
+def test_a_folder_that_is_exchanged_before_loading_is_not_used(unbuilt, quickly, monkeypatch):
+    folder, compiled = unbuilt / 'nanokv' / 'native', extension._compile
 
-    def exchanged_after(path):
-        trusted = check(path)
+    def exchanged(compiler, source, path):
+        compiled(compiler, source, path)
         folder.rename(unbuilt / 'moved')
         folder.mkdir()
         (folder / path.name).write_text('of another user')
-        return trusted
-    monkeypatch.setattr(extension, 'is_trusted', exchanged_after)
+    monkeypatch.setattr(extension, '_compile', exchanged)
     assert native.library() is not None
 
 
