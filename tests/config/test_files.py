@@ -47,7 +47,8 @@ def test_what_torch_compiles_is_kept_in_a_private_folder(tmp_path, given):
     plain = {name: value for name, value in os.environ.items()
              if name not in ('TORCHINDUCTOR_CACHE_DIR', 'TRITON_CACHE_DIR')}
     program = ('import os, configurator\nos.umask(0)\nconfigurator.run_program('
-               "lambda: print(*map(os.environ.get, ['TORCHINDUCTOR_CACHE_DIR', 'TRITON_CACHE_DIR']),"
+               "lambda: print(os.environ['TORCHINDUCTOR_CACHE_DIR'], "
+               "os.environ['TRITON_CACHE_DIR'],"
                " oct(os.stat(os.path.dirname(os.environ['TRITON_CACHE_DIR'])).st_mode)))")
     done = subprocess.run(
         [sys.executable, '-c', program], capture_output=True, text=True, cwd=tmp_path, check=True,
@@ -57,7 +58,8 @@ def test_what_torch_compiles_is_kept_in_a_private_folder(tmp_path, given):
     assert mode == oct(stat.S_IFDIR | 0o700)
     if given == 'a link':
         assert not Path(used).exists() and triton == f'{used}/triton'
-        assert done.stderr == f'Note: what is compiled is not kept in {folder} ({folder} is a link)\n'
+        assert done.stderr == ('Note: what is compiled is not kept in '
+                               f'{folder} ({folder} is a link)\n')
         return
     assert used == ('mine' if own else str(folder)) and triton == f'{folder}/triton'
     made = (folder, *folder.parents[:3])  # down from the home folder
