@@ -31,7 +31,7 @@ import configurator
 from config.errors import UserError
 from config.sizes import nice_bytes, parse_bytes
 from config.terminal import visible
-from engine.text.dialogue import Dialogue, Template, longest_context
+from engine.text.dialogue import Dialogue, Template, longest_context, name_speakers
 from engine.engine import Engine
 from engine.requests.params import SamplingParams, encodable, sample_seed
 from interop.load import load
@@ -207,7 +207,8 @@ def main(argv=None):
     s = configurator.parse('chat', argv, usage=__doc__)
     for name in ('user', 'reply_as', 'turn'):  # bytes that are not UTF-8
         setattr(s, name, encodable(getattr(s, name)))
-    model, tokenizer, _ = load(s)
+    model, tokenizer, dataset = load(s)
+    name_speakers(s, dataset)
     chat = Chat(s, model, tokenizer)
     if chat.path.is_file():
         chat.dialogue.load(chat.path)

@@ -20,7 +20,7 @@ import configurator
 from config.errors import UserError, at_least
 from config.sizes import parse_bytes
 from engine.steps.captured import CapturedDecode
-from engine.text.dialogue import Template, longest_context
+from engine.text.dialogue import Template, longest_context, name_speakers
 from engine.engine import Engine
 from engine.steps.prepare import prepare
 from interop.load import load
@@ -104,6 +104,7 @@ def main(argv=None):
     limits = Limits(parse_bytes(s.max_body, 'max_body'), s.timeout)
     sock = bind(s.host, s.port)  # before anything slow
     model, tokenizer, dataset = load(s)
+    name_speakers(s, dataset)
     engine, service = make_service(s, model, tokenizer, dataset)
     if isinstance(engine.fast_decode, CapturedDecode):
         print(f'Preparing decode steps of 1 to {s.parallel} rows', flush=True)

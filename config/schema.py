@@ -164,8 +164,8 @@ SAMPLE = SOURCE + _keys(
 ) + JSON + RUNNING
 
 TALKING = SOURCE + _keys(
-    ('user', 'ROMEO', "your name in conversations (role 'user')"),
-    ('reply_as', 'JULIET', "the model's name in conversations (role 'assistant')"),
+    ('user', '', "your name in conversations (role 'user'); '' = USER, or ROMEO in Shakespeare"),
+    ('reply_as', '', "the model's name (role 'assistant'); '' = MODEL, or JULIET in Shakespeare"),
     ('turn', '{name}.\n{text}\n\n', 'template of a turn; what follows {text} ends a reply'),
 )
 CHAT = TALKING + _keys(

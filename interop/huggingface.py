@@ -14,6 +14,7 @@ from config import files
 from config.errors import UserError, shown
 from config.gpt_config import GPTConfig
 from config.schema import GPT2_FOLDER, GPT2_TYPES
+from data.download import from_hub
 from kv.plan import LOCAL, plan_kv
 from model import GPT
 from training.checkpoint import MASKS, check_dtype, config_of
@@ -96,14 +97,10 @@ def _import(name):
 
 
 def _download(model_type):
-    hub = _import('huggingface_hub')
+    _import('huggingface_hub')
     repo = f'openai-community/{model_type}'
-    names = ['config.json', 'model.safetensors']
     try:
-        try:  # the cache first: offline, asking the hub would cost a minute of retries
-            paths = [hub.hf_hub_download(repo, name, local_files_only=True) for name in names]
-        except Exception:
-            paths = [hub.hf_hub_download(repo, name) for name in names]
+        paths = [from_hub(repo, name) for name in ('config.json', 'model.safetensors')]
     except Exception as e:  # network libraries raise nearly anything
         raise UserError(f'{repo} cannot be downloaded from the Hugging Face hub '
                         f'({_reason(e.__cause__ or e)}): check the connection; or save the model '

@@ -22,7 +22,7 @@ from rich.progress import TimeElapsedColumn
 
 from config.errors import UserError
 from data.bpe import encode_documents
-from data.download import progress_bar
+from data.download import check_hub, progress_bar
 from data.gpt2_bpe import gpt2_encoding, valid_text
 from data.making.script import Arguments, fraction, whole
 from data.making.textfiles import read_blocks
@@ -187,6 +187,8 @@ def hub_documents(path: str, config: str | None = None, skip: int = 0,
     options: for datasets.load_dataset. Raises UserError if it is not available."""
     load = partial(load_dataset(), path, config, split='train', streaming=True)
     try:
+        if 'data_files' not in options:
+            check_hub(path)
         try:
             rows = load(**options)
         except RuntimeError as error:

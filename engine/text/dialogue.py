@@ -42,6 +42,13 @@ class Template:
         return self._literals[0] + name + self._literals[1]
 
 
+def name_speakers(s, dataset: str) -> None:
+    """Give the speakers of settings `s` names, if they have none: those of Shakespeare's, if the
+    model was trained on a data set of that name."""
+    names = ('ROMEO', 'JULIET') if 'shakespeare' in dataset else ('USER', 'MODEL')
+    s.user, s.reply_as = s.user or names[0], s.reply_as or names[1]
+
+
 @dataclass
 class Turn:
     """A speaker's text, and the token ids of the entire turn, including head and end."""

@@ -125,7 +125,7 @@ def caption(plan: KVPlan, max_seq_len: int, length: int, n_prompt: int) -> str:
 def totals(plan, max_seq_len, kv_dtype, length, speed, recomputes) -> str:
     held = sum(slot.capacity(length) for slot in plan.slots)
     now, vanilla = (p.nbytes(1, length, kv_dtype) for p in (plan, plan.vanilla()))
-    return (f'{held:,} positions: {nice_bytes(now)} of '
+    return (f'{held:,} entries: {nice_bytes(now)} of '
             f'{nice_bytes(plan.nbytes(1, max_seq_len, kv_dtype))}; vanilla GPT-2: '
             f'{nice_bytes(vanilla)}' + f', {vanilla / max(now, 1):.1f}x' * (length > 0)
             + f'; {speed:,.0f} tokens/s' + '; past block_size: recomputed' * recomputes)

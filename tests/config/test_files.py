@@ -42,20 +42,32 @@ def test_no_link_is_followed(tmp_path, name, write, hidden):
     assert not (folder / name).is_symlink()
 
 
-@pytest.mark.parametrize('given', ['', 'relative', 'its own'])
+@pytest.mark.parametrize('given', ['', 'relative', 'its own', 'a link'])
 def test_what_torch_compiles_is_kept_in_a_private_folder(tmp_path, given):
     """Not in /tmp, where another user may have put programs."""
+    folder = tmp_path / 'home' / '.cache' / 'nanokv' / 'inductor'
+    if given == 'a link':
+        folder.parent.mkdir(parents=True)
+        folder.symlink_to(tmp_path)
     own = {'TORCHINDUCTOR_CACHE_DIR': 'mine'} if given == 'its own' else {}
     plain = {name: value for name, value in os.environ.items()
-             if name != 'TORCHINDUCTOR_CACHE_DIR'}
-    program = ('import os, configurator\n'
-               "configurator.run_program(lambda: print(os.environ['TORCHINDUCTOR_CACHE_DIR']))")
+             if name not in ('TORCHINDUCTOR_CACHE_DIR', 'TRITON_CACHE_DIR')}
+    program = ('import os, configurator\nos.umask(0)\nconfigurator.run_program('
+               "lambda: print(os.environ['TORCHINDUCTOR_CACHE_DIR'], "
+               "os.environ['TRITON_CACHE_DIR'],"
+               " oct(os.stat(os.path.dirname(os.environ['TRITON_CACHE_DIR'])).st_mode)))")
     done = subprocess.run(
         [sys.executable, '-c', program], capture_output=True, text=True, cwd=tmp_path, check=True,
         env=plain | own | {'PYTHONPATH': str(ROOT), 'HOME': str(tmp_path / 'home'),
                            'XDG_CACHE_HOME': 'here' if given == 'relative' else ''})
-    if own:
-        assert done.stdout == 'mine\n'
-    else:
-        folder = tmp_path / 'home' / '.cache' / 'nanokv' / 'inductor'
-        assert done.stdout == f'{folder}\n' and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    used, triton, mode = done.stdout.split()
+    assert mode == oct(stat.S_IFDIR | 0o700)
+    if given == 'a link':
+        assert not Path(used).exists() and triton == f'{used}/triton'
+        assert done.stderr == ('Note: what is compiled is not kept in '
+                               f'{folder} ({folder} is a link)\n')
+        return
+    assert used == ('mine' if own else str(folder)) and triton == f'{folder}/triton'
+    made = (folder, *folder.parents[:3])  # down from the home folder
+    assert [stat.S_IMODE(path.stat().st_mode) for path in made] == [0o700] * 4
+    assert done.stderr == ''

@@ -2,12 +2,13 @@
 import json
 import os
 import stat
+from types import SimpleNamespace
 
 import pytest
 
 from config.errors import UserError
 from data.tokenizer import CharTokenizer
-from engine.text.dialogue import Dialogue, Template
+from engine.text.dialogue import Dialogue, Template, name_speakers
 from tests.helpers.serving import ending
 
 LETTERS = 'ABabcdefg .\n'
@@ -165,3 +166,13 @@ def test_only_its_owner_can_read_a_conversation(tmp_path, monkeypatch):
     path.chmod(0o644)
     d.load(path)
     assert modes == [0o600] and stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize('dataset, given, names', [
+    ('shakespeare_works', ('', ''), ('ROMEO', 'JULIET')), ('pysource', ('', ''), ('USER', 'MODEL')),
+    ('', ('', ''), ('USER', 'MODEL')), ('shakespeare_char', ('Al', ''), ('Al', 'JULIET')),
+    ('text', ('', 'Bo'), ('USER', 'Bo'))])
+def test_names_of_speakers_fit_the_text(dataset, given, names):
+    s = SimpleNamespace(user=given[0], reply_as=given[1])
+    name_speakers(s, dataset)
+    assert (s.user, s.reply_as) == names

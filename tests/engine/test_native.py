@@ -4,6 +4,9 @@ import os
 import shutil
 import signal
 import stat
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from config.errors import UserError
+from config.files import user_cache
 from config.gpt_config import GPTConfig
 import extension
 from engine import native
@@ -25,6 +29,7 @@ from generate import Generation, Sampler
 from tests.helpers.models import FULL_STACK, random_model, tokens
 import training.native
 
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(native.library() is None, reason='no compiler here')
 WIDE = dict(FULL_STACK, n_embd=32, head_dim=16, mlp_hidden=48)
 KINDS = {
@@ -289,7 +294,7 @@ def test_where_it_cannot_serve_the_model_does(fields, dtype, kv_dtype, named, ca
 @pytest.fixture(scope='module')
 def built():
     """The file of the extension that this process uses."""
-    return extension._compiled(native.SOURCE)
+    return extension._compiled(native.SOURCE, user_cache() / 'native')
 
 
 @pytest.fixture
@@ -396,5 +401,83 @@ def test_a_relative_cache_folder_is_ignored(unbuilt, monkeypatch):
     monkeypatch.chdir(unbuilt)
     monkeypatch.setenv('XDG_CACHE_HOME', '.')
     monkeypatch.setenv('HOME', str(unbuilt / 'home'))
-    monkeypatch.setattr(extension, '_compile', lambda *_: 0)
-    assert extension._compiled(native.SOURCE).is_relative_to(unbuilt / 'home')
+    assert native.library() is not None
+    assert (unbuilt / 'home' / '.cache' / 'nanokv' / 'native').is_dir()
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='other systems have no such names of folders')
+def test_a_folder_that_is_exchanged_before_loading_is_not_used(unbuilt, quickly, monkeypatch):
+    folder, compiled = unbuilt / 'nanokv' / 'native', extension._compile
+
+    def exchanged(compiler, source, path):
+        compiled(compiler, source, path)
+        folder.rename(unbuilt / 'moved')
+        folder.mkdir()
+        (folder / path.name).write_text('of another user')
+    monkeypatch.setattr(extension, '_compile', exchanged)
+    assert native.library() is not None
+
+
+@pytest.mark.parametrize('mode, gid, refused', [
+    (0o777, None, True), (0o1777, None, False), (0o775, 'own', False), (0o775, 'shared', True)])
+def test_a_folder_that_others_can_exchange_is_refused(unbuilt, quickly, monkeypatch, capsys, mode,
+                                                      gid, refused):
+    """Unless it is sticky, or its group is the user's own."""
+    above, lstat = unbuilt / 'above', Path.lstat
+    above.mkdir()
+    above.chmod(mode)
+    monkeypatch.setenv('XDG_CACHE_HOME', str(above / 'cache'))
+
+    def with_group(path):
+        status = lstat(path)
+        fields = list(status)
+        fields[5] = status.st_uid + (gid == 'shared')
+        return os.stat_result(fields) if gid and path == above else status
+    monkeypatch.setattr(Path, 'lstat', with_group)
+    assert (native.library() is None) == refused
+    assert (f'other users can change {above}: chmod go-w' in capsys.readouterr().err) == refused
+
+
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
+def test_a_signal_ends_the_compiler_and_nothing_stays(tmp_path, number):
+    """Also in a program that takes note of signals and goes on. What SIGKILL leaves is removed by
+    the next compilation."""
+    compiler, source = tmp_path / 'slow', tmp_path / 'empty.cpp'
+    compiler.write_text('#!/bin/sh\nsleep 300 &\ntouch "${TMPDIR:-.}/cc.s"\n'
+                        'echo $! > "$0.new"; mv "$0.new" "$0.pid"; wait\n')
+    compiler.chmod(0o700)
+    source.write_text('')
+    program = ('import signal, pathlib, sys, extension\n'
+               'for name in sys.argv[2:]: signal.signal(int(name), lambda *_: 0)\n'
+               'extension.opened(pathlib.Path(sys.argv[1]), lambda library: library)')
+    noted = [str(int(n)) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
+    environment = os.environ | {'XDG_CACHE_HOME': str(tmp_path), 'PYTHONPATH': str(ROOT)}
+    command = [sys.executable, '-c', program, str(source), *noted]
+    process = subprocess.Popen(command, env=environment | {'CXX': str(compiler)}, cwd=tmp_path,
+                               start_new_session=True, stderr=subprocess.PIPE)
+    noted_pid = tmp_path / 'slow.pid'
+    for _ in range(600):
+        if noted_pid.exists():
+            break
+        time.sleep(0.1)
+    sleeper, folder = int(noted_pid.read_text()), tmp_path / 'nanokv' / 'native'
+    try:
+        process.send_signal(number)
+        process.communicate(timeout=60)
+        assert process.returncode
+        if number == signal.SIGKILL:
+            assert list(folder.iterdir())
+            subprocess.run(command, env=environment, check=True, cwd=tmp_path)
+            assert [path.suffix for path in folder.iterdir()] == ['.so']
+        else:
+            assert not list(folder.iterdir())
+            assert not alive(sleeper)
+    finally:
+        if alive(sleeper):
+            os.kill(sleeper, signal.SIGKILL)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process of this number runs. One that has ended may wait for its parent."""
+    state = subprocess.run(['ps', '-o', 'stat=', '-p', str(pid)], capture_output=True, text=True)
+    return state.stdout.strip()[:1] not in ('', 'Z')

@@ -97,7 +97,7 @@ def test_a_caption_says_what_has_just_happened():
 def test_totals_are_the_bytes_of_the_plan():
     *_, last = lines(SMALL, 100, 23, 150)
     now, vanilla = SMALL.nbytes(1, 150, 'float32'), VANILLA.nbytes(1, 150, 'float32')
-    assert last == (f'406 positions: {nice_bytes(now)} of '
+    assert last == (f'406 entries: {nice_bytes(now)} of '
                     f"{nice_bytes(SMALL.nbytes(1, 501, 'float32'))}; vanilla GPT-2: "
                     f'{nice_bytes(vanilla)}, {vanilla / now:.1f}x; 812 tokens/s')
     [position] = {slot.position_nbytes('float32') for slot in SMALL.slots}

@@ -125,8 +125,11 @@ def test_other_precisions_load_to_float32_also_without_the_prefix(tmp_path, dtyp
     assert gap(ours, hf.float(), ids()) < 1e-4
 # -- the hub ---------------------------------------------------------------------------------------
 
-def hub(monkeypatch, download):
-    monkeypatch.setitem(sys.modules, 'huggingface_hub', SimpleNamespace(hf_hub_download=download))
+def hub(monkeypatch, download, metadata=None):
+    """A hub that answers; `download` without local_files_only may take long if none does."""
+    monkeypatch.setitem(sys.modules, 'huggingface_hub', SimpleNamespace(
+        hf_hub_download=download, hf_hub_url='{}/{}'.format,
+        get_hf_file_metadata=metadata or (lambda url, timeout: None)))
 
 
 def test_a_name_is_fetched_from_the_hub_as_safetensors(good, monkeypatch, capsys):
@@ -140,9 +143,9 @@ def test_a_name_is_fetched_from_the_hub_as_safetensors(good, monkeypatch, capsys
     hub(monkeypatch, download)
     assert from_pretrained('gpt2-medium').config.vocab_size == VOCAB
     # from the cache if it is there, otherwise from the network; nothing else is requested
-    names = 'config.json', 'model.safetensors'
     assert asked == [('openai-community/gpt2-medium', name, local)
-                     for local in (True, False) for name in names]
+                     for name, local in (('config.json', True), ('model.safetensors', True),
+                                         ('model.safetensors', False))]
     assert 'loading weights from pretrained gpt: gpt2-medium\n' in capsys.readouterr().out
 
 
@@ -153,6 +156,14 @@ def test_what_cannot_be_fetched_is_told_with_its_remedy(monkeypatch):
     refused('gpt3', "'gpt3'", "'gpt2-medium'", 'folder')
     hub(monkeypatch, download)
     refused('gpt2', 'openai-community/gpt2', 'Name or service not known', 'save_pretrained')
+    def not_there(url, timeout):
+        raise ConnectionError('no connection')
+
+    def only_cached(*_, local_files_only=False):
+        assert local_files_only, 'this tries for half a minute'
+        raise FileNotFoundError('not in the cache')
+    hub(monkeypatch, only_cached, not_there)
+    refused('gpt2', 'openai-community/gpt2', 'no connection', 'save_pretrained')
     for name in ('huggingface_hub', 'safetensors.torch'):
         monkeypatch.setitem(sys.modules, name, None)
         refused('gpt2', name.partition('.')[0], 'pip install safetensors huggingface_hub')

@@ -107,15 +107,21 @@ def test_the_hub_is_streamed_and_datasets_with_scripts_as_parquet(run, monkeypat
     assert next(iter(hub_documents(path, config))) == ''
 
 
+@pytest.mark.parametrize('asked', [False, True])
 @pytest.mark.parametrize('error, words', [
     (ConnectionError("Couldn't reach\nthe Hub"),
      "x/y.*hub: ConnectionError: Couldn't reach the Hub"),
     (KeyError('text'), "the column 'text' of x/y")])
-def test_hub_that_fails_is_one_line(monkeypatch, error, words):
+def test_hub_that_fails_is_one_line(monkeypatch, error, words, asked):
+    """Also if it fails when it is asked whether it is there: `load_dataset` would try for long,
+    unless the answer is an HTTP error such as a missing file (here, LookupError)."""
+    unanswered = asked and not isinstance(error, LookupError)
+
     def load_dataset(*args, **kwargs):
+        assert not unanswered
         raise error
 
-    fake_hub(monkeypatch, load_dataset)
+    fake_hub(monkeypatch, load_dataset, error=error if asked else None)
     with pytest.raises(UserError, match=words) as caught:
         list(hub_documents('x/y', 'config'))
     assert '\n' not in str(caught.value)

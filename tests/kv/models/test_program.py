@@ -73,9 +73,14 @@ def test_mistakes(argv, message, tmp_path):
 def test_a_name_on_the_hub(tmp_path, monkeypatch):
     """`owner/name` is looked up; without a connection, or the model, the hub's words are shown."""
     import huggingface_hub
+
+    def not_there(url, timeout):
+        raise ConnectionError('no connection')
     path = Path(write(tmp_path / 'model', LLAMA)) / 'config.json'
     monkeypatch.setattr(huggingface_hub, 'hf_hub_download',
-                        lambda name, file: {('some/llama', 'config.json'): path}[name, file])
+                        lambda name, file, **_: {('some/llama', 'config.json'): path}[name, file])
+    monkeypatch.setattr(huggingface_hub, 'get_hf_file_metadata', not_there)
     assert read_config('some/llama') == LLAMA
-    with pytest.raises(UserError, match="'some/other': no such folder, and the hub's config.json"):
+    with pytest.raises(UserError, match="'some/other': no such folder, and the hub's config.json.*"
+                                        'no connection'):
         read_config('some/other')
