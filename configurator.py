@@ -21,7 +21,7 @@ from collections import deque
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-from config import missing  # noqa: F401  programs import this or `missing` before packages
+from config import startup  # noqa: F401  programs import this or `startup` before packages
 from config.errors import UserError
 from config.files import use_own_compiler_cache
 from config.schema import ALL_KEYS, PROGRAMS, Key

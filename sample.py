@@ -13,7 +13,7 @@ Without training, only to see the report:
 
     python sample.py config/train_gpt2_mqa_local.py --init_from=random --max_new_tokens=20
 """
-from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
+from config import startup  # noqa: F401  # isort: skip  (before torch is imported)
 import contextlib
 import io
 import json

@@ -11,7 +11,7 @@
 
 Ctrl-C or SIGTERM saves a checkpoint after the current step and exits.
 """
-from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
+from config import startup  # noqa: F401  # isort: skip  (before torch is imported)
 import contextlib
 import math
 import os

@@ -5,7 +5,7 @@
 A preparation writes the checksums to checksums.json. Programs check meta.pkl whenever they read
 it, and a split of at most 256 MB whenever they open it. This program checks files of any size.
 """
-from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
+from config import startup  # noqa: F401  # isort: skip  (before torch is imported)
 import argparse
 import json
 import os

@@ -12,7 +12,7 @@ conversion cannot change are printed, and stay as they were. The converted model
 worse until it is trained more: the GQA paper (Ainslie et al. 2023) needs 5% of the original steps.
 The new checkpoint is at iteration 0, without optimizer state.
 """
-from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
+from config import startup  # noqa: F401  # isort: skip  (before torch is imported)
 import dataclasses
 import sys
 from pathlib import Path

@@ -9,7 +9,7 @@ of interop/modeling_nanokv.py and (as configuration_nanokv.py) interop/nanokv_vl
 trust_remote_code runs: read them. A vanilla model becomes a plain GPT2LMHeadModel, which needs no
 such files.
 """
-from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
+from config import startup  # noqa: F401  # isort: skip  (before torch is imported)
 import argparse
 import shutil
 import sys

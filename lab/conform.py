@@ -10,7 +10,7 @@ the largest number of a field (a window, a number of a new field), up to 512; wh
 is named. Each check prints a tick, in brackets what a program refuses by name, or the first
 difference; any difference makes the exit status 1.
 """
-from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
+from config import startup  # noqa: F401  # isort: skip  (before torch is imported)
 import contextlib
 import copy
 import dataclasses

@@ -7,7 +7,7 @@
 Predictions are for one process and the eager model (compiled models fuse operations and keep less):
 `training.memory_use` measures a step of a model of fake tensors.
 """
-from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
+from config import startup  # noqa: F401  # isort: skip  (before torch is imported)
 import dataclasses
 import functools
 import json

@@ -5,7 +5,7 @@
 
 The figure shows the training loss as logged (a pale line) and the validation loss (circles).
 """
-from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
+from config import startup  # noqa: F401  # isort: skip  (before torch is imported)
 import argparse
 import itertools
 import math

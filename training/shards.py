@@ -3,7 +3,7 @@
     python -m training.shards out/ckpt.pt whole/ckpt.pt                # nanoGPT can read it, too
     python -m training.shards whole/ckpt.pt out/ckpt.pt --to=shards
 """
-from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
+from config import startup  # noqa: F401  # isort: skip  (before torch is imported)
 import argparse
 from pathlib import Path
 
