@@ -24,6 +24,7 @@ from types import ModuleType, SimpleNamespace
 from config import startup  # noqa: F401  programs import this or `startup` before packages
 from config.errors import UserError
 from config.files import use_own_compiler_cache
+from config.removed import removed
 from config.schema import ALL_KEYS, PROGRAMS, Key
 from config.terminal import visible
 
@@ -125,7 +126,7 @@ def coerce(key: Key, value, where: str):
         raise UserError(f'{given} is not a finite number')
     is_folder = key.folder and value and Path(value).is_dir()
     if key.choices and value not in key.choices and not is_folder:
-        raise UserError(f'{given}: allowed are {_allowed(key)}')
+        raise UserError(removed(key.name, value) or f'{given}: allowed are {_allowed(key)}')
     return value
 
 
@@ -168,6 +169,8 @@ def _flag(arg: str, rest: deque, keys: dict[str, Key]):
 def _unknown(names: list[str], keys, where: str) -> str:
     found = []
     for name in names:
+        if removed(name):
+            return f'{where}: {removed(name)}'
         near = difflib.get_close_matches(name, keys, n=1)
         found.append(repr(name) + (f' (did you mean {near[0]!r}?)' if near else ''))
     plural = 's' * (len(names) > 1)

@@ -1,10 +1,10 @@
 """What must happen before torch is imported, so that programs import this first.
 
-A missing required package becomes a one-line error. The threads of OpenMP wait asleep: by default
-GNU's spin for milliseconds at the end of each region, until the slowest thread has come. Where other
-programs keep that thread from running, the spinning uses up the time in which it could have run, and
-a training step takes many times as long as with one thread. 1,000 rounds are what the library itself
-takes where threads outnumber processors.
+A missing required package becomes a one-line error. Threads of OpenMP sleep soon: by default GNU's
+spin for milliseconds at the end of each region, until the slowest thread has come. Where other
+programs keep that thread from running, the spinning uses up the time in which it could have run,
+and a training step takes many times as long as with one thread. 1,000 rounds are what the library
+itself takes where threads outnumber processors.
 """
 import os
 import sys

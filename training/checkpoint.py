@@ -25,6 +25,7 @@ import torch
 from config.errors import UserError, shown
 from config.files import replacing
 from config.gpt_config import GPTConfig
+from config.removed import removed
 from data.plain_pickle import check_archive, check_sums
 from training.checkpoint_pickle import PickleChecker
 
@@ -224,8 +225,8 @@ def config_of(checkpoint: dict, path: Path, **overrides) -> GPTConfig:
     fields = {f.name: f for f in dataclasses.fields(GPTConfig)}
     for name, value in args.items():
         if name not in fields:
-            raise UserError(f'checkpoint {path}: model_args have {shown(name)}, '
-                            'which this version does not know')
+            why = removed(name) or f'{shown(name)}, which this version does not know'
+            raise UserError(f'checkpoint {path}: model_args have {why}')
         wanted = type(fields[name].default)
         if type(value) is not wanted and (wanted, type(value)) != (float, int):
             raise UserError(f'checkpoint {path}: model_args have {name}={shown(value)}, '
