@@ -4,7 +4,6 @@ from pathlib import Path
 
 from config.errors import UserError, shown
 from config.files import read_json
-from data.download import from_hub
 
 # where a model of several parts has its text model
 TEXT = ('text_config', 'language_config', 'llm_config', 'thinker_config', 'decoder')
@@ -40,6 +39,7 @@ def _from_hub(name: str) -> Path:
     if name.count('/') != 1 or name.startswith(('.', '/')) or name.endswith('.json'):
         raise UserError(f'{name!r}: no such folder or config.json')
     try:
+        from data.download import from_hub
         return from_hub(name, 'config.json')
     except Exception as e:  # not installed, offline, private, absent
         raise UserError(f"{name!r}: no such folder, and the hub's config.json cannot be fetched: "
