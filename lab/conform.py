@@ -1,7 +1,7 @@
 """Does a model compute the same wherever it runs? The checks to run after a change to the core.
 
     python -m lab.conform config/train_mqa_local.py
-    python -m lab.conform config/train_mqa_local.py --kv_latent=8 --rope_fraction_global=0
+    python -m lab.conform config/train_mqa_local.py --kv_latent=16 --rope_fraction_global=0
     python -m lab.conform --random=20                  # as many random configs over all fields
 
 A model of the config is made small (widths, windows and layers beyond two periods; its plan keeps
