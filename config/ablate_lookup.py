@@ -42,9 +42,6 @@ side_rows = {
         'latent of 16 on global layers, NoPE': dict(kv_latent=16, **_NOPE),
         'suffix sharing': dict(layer_pattern='LLGGGG', kv_share='AABBBB'),
         'ReLU squared': dict(gelu='relu2')}.items()},
-    # one entry for every two or four tokens, with the key offset
-    **{f'blocks of {n}': ('+ global KV tied', dict(kv_stride=n, dtype='float32') | _NOPE | _STEP)
-       for n in (2, 4)},
     # controls: with and without the key before, and without memory
     'global first, tied, key offset': ('global first, tied', dict(key_offset=True, seeds='1')),
     'MHA': ('MHA with key offset', dict(key_offset=False, seeds='1,2')),

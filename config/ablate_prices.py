@@ -56,7 +56,6 @@ side_rows |= {
     'GQA': ('+ qk_norm', dict(n_kv_head=2) | _FEW),  # four query heads per K/V head
     'window T/4': (_FULL, dict(window_size=64) | _FEW),
     'untied': (_FULL, dict(share_global_kv=False) | _FEW),
-    'blocks of 4 without RoPE': (_FULL, dict(kv_stride=4, dtype='float32') | _NOPE | _FEW),
     'global first: GLLLLL/ABBCCC': (_FULL, dict(layer_pattern='GLLLLL', kv_share='ABBCCC') | _FEW),
 }
 # other ways to train (their cost: docs/training.md)

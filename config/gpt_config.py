@@ -96,9 +96,6 @@ class GPTConfig:
     kv_head_pattern: str = _key(
         '', 'aligned with layer_pattern: the K/V heads of each layer, 0 = n_kv_head, as '
         "'1,1,1,1,1,4'", trained='pooled', known=('fast', 'count'))
-    kv_stride: int = _key(
-        1, 'tokens in a block: global layers store one mean for each block, and have no RoPE; '
-        '1 = every token', tries=(2, 3, 4, 16), known=('count',))
     attn_gate: bool = _known(
         False, "a gate on each head's output: the sigmoid of a linear map of the layer's input")
     act_clamp: float = _known(
@@ -120,7 +117,7 @@ class GPTConfig:
             setattr(self, name, getattr(self, name).replace(' ', ''))
         at_least(self, block_size=1, vocab_size=1, n_layer=1, n_head=1, n_embd=1, n_kv_head=0,
                  head_dim=0, window_size=0, mlp_hidden=0, rope_theta_global=0, kv_latent=0,
-                 act_clamp=0, rope_fraction_global=0, kv_stride=1)
+                 act_clamp=0, rope_fraction_global=0)
         rope = self.pos_embedding == 'rope'
         self._refuse('n_layer', self.n_layer > MAX_LAYERS, f'must be at most {MAX_LAYERS:,}')
         self._refuse('dropout', not 0 <= self.dropout < 1, 'must be at least 0 and below 1')
@@ -216,12 +213,6 @@ class GPTConfig:
             refuse('kv_latent', any(n and kind == 'G' for n, kind in heads),
                    f'a latent has no K/V heads; kv_head_pattern={self.kv_head_pattern!r} has some '
                    'in a global layer')
-        if self.kv_stride > 1:
-            refuse('kv_stride', no_global, for_global)
-            refuse('kv_stride', self.kv_stride > self.block_size,
-                   f'must be at most block_size={self.block_size}')
-            refuse('kv_stride', rope and fraction, 'the mean of a block has no position: set '
-                   f'rope_fraction_global=0 (it is {fraction}) or learned positions')
         refuse('kv_latent', self.kv_latent % D, f'must be a multiple of head_dim={D}')
         refuse('kv_latent', rope and fraction, 'a latent has no RoPE: set rope_fraction_global=0 '
                f'(it is {fraction}) or learned positions')

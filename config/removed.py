@@ -1,8 +1,8 @@
 """Settings that earlier versions had: an old flag, config file or checkpoint gets an answer."""
 
-COMMIT = '461914ad'  # the last one that has them
-KEYS = ()            # names of settings
-VALUES = {}          # name of a setting that stays -> values that it no longer takes
+COMMIT = '461914ad'    # the last one that has them
+KEYS = ('kv_stride',)  # names of settings
+VALUES = {}            # name of a setting that stays -> values that it no longer takes
 
 
 def removed(name: str, value=None) -> str:

@@ -46,7 +46,7 @@ class Engine:
         kv_dtype: as in `model.new_cache`.
         kv_budget: bytes of KV memory; 0 = enough for every row at max_seq_len. It covers the
             rings and states of all rows; the rest is for pages of the global slots.
-        page_size: positions per page, rounded up to a multiple of kv_stride.
+        page_size: positions per page.
         prefill_chunk: maximum number of prompt tokens computed in a step; 0 = 256 while rows
             decode, and otherwise 1,024: longer chunks take less time per token.
         slowdown: lower that number so that steps with prompt tokens take about this times as
@@ -72,7 +72,6 @@ class Engine:
                             f'page_size={page_size}: must be at least 1')
         self.model, self.tokenizer = model.eval(), tokenizer
         max_seq_len = max_seq_len or model.config.block_size
-        page_size = -(-page_size // model.config.kv_stride) * model.config.kv_stride
         n_pages = pages_within(kv_budget, model.plan, max_batch_size, max_seq_len, page_size,
                                model.resolved_kv_dtype(kv_dtype))
         self.cache = model.new_cache(max_batch_size, max_seq_len, kv_dtype, PagedKVCache,

@@ -60,7 +60,7 @@ def matrices(config: GPTConfig, plan: KVPlan, layer: Layer) -> list[tuple[int, i
     and the two of the MLP, which may have biases; with latents also k_up and v_up, without."""
     C, M, read = config.n_embd, config.resolved_mlp_hidden, plan.n_head * plan.head_dim
     slot = plan.slots[layer.slot]
-    stored = slot.n_kv_head * slot.width if layer.owns else 0
+    stored = slot.n_kv_head * (2 - slot.tied) * slot.head_dim if layer.owns else 0
     ups = [(slot.head_dim, read)] * 2 if slot.latent else []
     return [(C, read + stored), (read, C), (C, M), (M, C), *ups]
 
@@ -77,8 +77,6 @@ def parameters(config: GPTConfig, plan: KVPlan) -> int:
         total += 2 * (1 + bias) * C + plan.n_head * config.attn_sink
         total += plan.n_head * (C + 1) * config.attn_gate
         slot = plan.slots[layer.slot]
-        if slot.stride > 1 and layer.owns:
-            total += slot.n_kv_head * slot.stride * slot.width
         total += config.qk_norm * (plan.head_dim + slot.head_dim * layer.owns)
     return total
 
@@ -97,12 +95,9 @@ def attention_flops(plan: KVPlan, layer: Layer, tokens: int, before: int) -> int
 
 
 def total_keys(layer: Layer, n: int) -> int:
-    """Keys that n queries from the first on see: the i-th sees i keys or their blocks, up to the
-    window size."""
+    """Keys that n queries from the first on see: the i-th sees i keys, up to the window size."""
     growing = min(n, layer.window or n)
-    blocks, rest = divmod(growing, layer.stride)
-    return (layer.stride * blocks * (blocks + 1) // 2 + rest * (blocks + 1)
-            + (n - growing) * layer.window)
+    return growing * (growing + 1) // 2 + (n - growing) * layer.window
 
 
 def prefill_flops(config: GPTConfig, plan: KVPlan, tokens: int, before: int = 0,

@@ -1,7 +1,7 @@
 """Does a model compute the same wherever it runs? The checks to run after a change to the core.
 
     python -m lab.conform config/train_mqa_local.py
-    python -m lab.conform config/train_mqa_local.py --kv_stride=4 --rope_fraction_global=0
+    python -m lab.conform config/train_mqa_local.py --kv_latent=16 --rope_fraction_global=0
     python -m lab.conform --random=20                  # as many random configs over all fields
 
 A model of the config is made small (widths, windows and layers beyond two periods; its plan keeps
@@ -46,7 +46,7 @@ from training import native
 from training.recompute import set_recompute
 
 VOCAB, WIDTH = 61, 24
-LONGEST_WINDOW, LONGEST_STRIDE = 16, 8
+LONGEST_WINDOW = 16
 LONGEST = 512  # of sequences
 # fields whose numbers are no distances between tokens
 SIZES = {'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_kv_head', 'head_dim',
@@ -111,15 +111,14 @@ def aligned_text(rng: random.Random, config: GPTConfig, name: str, windows) -> s
 
 def reduced(config: GPTConfig) -> GPTConfig:
     """The config of a small model whose plan has the same form: two periods and a layer, windows
-    and strides in proportion."""
+    in proportion."""
     windows = [n * LONGEST_WINDOW // max(LONGEST_WINDOW, *config.windows) for n in config.windows]
     windows = [max(n, was > 0) for n, was in zip(windows, config.windows)]
-    stride = min(config.kv_stride, LONGEST_STRIDE)
     texts = {'window_pattern': ','.join(map(str, windows))} if config.window_pattern else {}
     return long_enough(dataclasses.replace(
         config, vocab_size=VOCAB, n_embd=WIDTH, head_dim=config.resolved_head_dim, mlp_hidden=32,
         n_layer=min(config.n_layer, 2 * len(config.layer_pattern) + 1), dropout=0.0,
-        block_size=2 * max(windows) + 3 * stride + 40, kv_stride=stride,
+        block_size=2 * max(windows) + 40,
         window_size=max(windows) if config.window_size else 0, **texts))
 
 

@@ -15,7 +15,6 @@ import torch
 
 from attention import causal_attention
 from attention.masks import dense_mask
-from config.errors import UserError
 
 
 def add_z_loss(model, coefficient: float) -> torch.Tensor:
@@ -24,8 +23,6 @@ def add_z_loss(model, coefficient: float) -> torch.Tensor:
     Returns a float32 scalar, 1 at first, that scales it. It must be set to what the loss is
     multiplied with before `backward` (gradient accumulation, loss scaling), in place.
     """
-    if model.config.kv_stride > 1:
-        raise UserError(f'attention_z_loss={coefficient} does not go with kv_stride above 1')
     loss_scale, share = torch.ones((), device=model.device), coefficient / model.config.n_layer
     for block in model.transformer.h:
         block.attn.attend = functools.partial(_attend, block.attn, share, loss_scale)

@@ -39,7 +39,7 @@ def fingerprint(model, kv_dtype: str, page_size: int, max_seq_len: int = 0) -> s
     if len({slot.window for slot in rings}) > 1:  # whole rings are stored
         known += tuple(slot.capacity(max_seq_len) for slot in rings)
     # files of versions without these fields stay valid; a new one comes before the last, act_clamp
-    later = ["window_pattern='', kv_head_pattern='', ", 'kv_stride=1, ', r', stride=1(?=[,)])', *(
+    later = ["window_pattern='', kv_head_pattern='', ", *(
         re.escape(f'{f.name}={f.default!r}, ') for f in fields(model.config)[FIELDS:-1])]
     known = re.sub('|'.join(later), '', repr(known))
     digest = hashlib.sha256(known.encode())

@@ -36,8 +36,8 @@ def suits_capture(model) -> bool:
 
 def captured_decode(model, cache, compiled: bool = False) -> 'CapturedDecode | None':
     """A captured decode step for this cache, or None if it is not faster."""
-    # plain torch would attend to all positions that are allocated; a step has no means of blocks
-    in_torch = model.config.attn_sink or cache.kv_dtype == 'int4' or model.config.kv_stride > 1
+    # plain torch would attend to all positions that are allocated
+    in_torch = model.config.attn_sink or cache.kv_dtype == 'int4'
     if in_torch or not suits_capture(model):
         return None
     if unknown := unknown_field(model.config, 'fast'):

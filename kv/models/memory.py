@@ -66,7 +66,7 @@ class Store:
         """Positions needed to go on after `length` tokens."""
         if self.window:
             return min(length, self.window)
-        return length // self.stride if self.kind == BLOCKS else -(-length // self.stride)
+        return length // self.stride
 
     def position_nbytes(self, kv_dtype: str) -> int:
         """Bytes of one position: elements, and a scale for each head's vector if quantized."""
@@ -142,9 +142,8 @@ def memory_of_plan(plan: KVPlan) -> Memory:
     for slot in plan.slots:
         shape = slot.n_kv_head, slot.head_dim
         names = ('latent' if slot.latent else 'K = V',) if slot.tied else ('K', 'V')
-        states = (State(RECURRENT, (slot.n_kv_head, slot.head_dim // 2), of_keys=True),
-                  State(RECURRENT, (slot.n_kv_head, slot.width), float32=True))
+        half_key = State(RECURRENT, (slot.n_kv_head, slot.head_dim // 2), of_keys=True)
         stores.append(Store(WINDOW if slot.window else FULL, slot.layers,
                             tuple(Part(name, *shape) for name in names), slot.window,
-                            states[:1] * slot.offset + states[1:] * (slot.stride > 1), slot.stride))
+                            (half_key,) if slot.offset else ()))
     return Memory(tuple(stores), len(plan.layers), plan.n_head, plan.head_dim, NANOKV)

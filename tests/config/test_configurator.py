@@ -8,6 +8,7 @@ import pytest
 import configurator
 from config.errors import UserError
 from config.schema import PROGRAMS
+from training.checkpoint import config_of
 
 ROOT = configurator.ROOT
 
@@ -141,6 +142,15 @@ def test_an_argument_that_is_refused_is_named_with_the_remedy(argv, words):
     assert [word for word in words if word not in message] == []
     assert ('did you mean' in message) == (argv in (['--learnin_rate=1'], [LOCALE]))
     assert 'gpt_config' not in message and 'folder_lock' not in message  # no config files
+
+
+@pytest.mark.parametrize('name, value', [('kv_stride', 4)])
+def test_a_removed_setting_names_the_commit(file, name, value):
+    where = f'{name} was removed; commit 461914ad has it'
+    assert where in refused(f'--{name}={value}')
+    assert where in refused(file(f'{name} = {value}'))
+    with pytest.raises(UserError, match=f'model_args have {where}'):
+        config_of({'model_args': {name: value}}, 'ckpt.pt')
 
 
 def test_all_unknown_keys_of_a_file_are_named(file):

@@ -125,7 +125,7 @@ def test_a_change_that_acts_anywhere_is_seen(request, monkeypatch, capsys, step,
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
-@given(config=configs(kv_stride=1),
+@given(config=configs(),
        dtype=st.sampled_from([torch.float32, torch.bfloat16]),
        kv_dtype=st.sampled_from(['auto', 'int8']), weights=st.sampled_from(['auto', 'int8']))
 def test_rounding_is_no_difference_in_any_model(native_step, config, dtype, kv_dtype, weights):

@@ -115,11 +115,6 @@ LLG = dict(ROPE, layer_pattern='LLG')
     (dict(LLG, layer_pattern='GLG', window_size=4, kv_head_pattern='1,1,2', share_global_kv=True),
      ["'1,1,2'", '1 and 2', 'share']),
     (dict(LLG, kv_head_pattern='1,3,1'), ['n_head=4', 'multiple of 3']),
-    (dict(LLG, block_size=8, kv_stride=9, rope_fraction_global=0.0),
-     ['kv_stride=9', 'block_size=8']),
-    (dict(LLG, kv_stride=0), ['kv_stride=0']),
-    (dict(LLG, kv_stride=2), ['kv_stride=2', 'rope_fraction_global=0', 'it is 1.0']),
-    (dict(LLG, kv_stride=2, layer_pattern='L'), ['kv_stride=2', "layer_pattern='L'"]),
     (dict(LLG, kv_head_pattern='0,0,2', kv_latent=32, rope_fraction_global=0.0),
      ['kv_latent=32', "'0,0,2'"]),
 ])

@@ -11,7 +11,6 @@ import pytest
 
 import attention.masks
 import interop.modeling_nanokv
-import kv.blocks
 import training.native
 from attention.kernels.norm_rope import NormAndRotate
 from config.errors import UserError
@@ -28,7 +27,7 @@ from tests.helpers.models import FULL_STACK
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = conform.reduced(GPTConfig(**FULL_STACK | dict(head_dim=8, attn_sink=True)))
 META = dict(choices=(), tries=(64,), trained='', known=())
-OFFSET, BLOCKS = dict(key_offset=True), dict(kv_stride=4, rope_fraction_global=0.0)
+OFFSET = dict(key_offset=True)
 
 
 # each fault makes the function that replaces the plain one
@@ -53,13 +52,6 @@ def one_key_more(plain):
         plain(self, *args)
         self.kv_lens = self.kv_lens + 1
     return init
-
-
-def forgotten_block(plain):
-    def extend(states, chunks, x, biases):
-        states.zero_()
-        return plain(states, chunks, x, biases)
-    return extend
 
 
 def lost_between_segments(plain):
@@ -87,7 +79,6 @@ def miscounted(plain):
         x if x is None else 1.01 * x for x in plain(ctx, dy)]), {}, 'gradients'),
     (training.native, 'attend', lambda plain: lambda *args: plain(*args[:6]), {},  # no sink
      'training kernels'),
-    (kv.blocks, 'extend_means', forgotten_block, BLOCKS, 'cache, float64'),
     (GPT, '_blocks', lost_between_segments, {}, 'recomputation'),
     (StaticCache, 'read', lambda plain: lambda self, layer, q, sink: plain(self, layer, q), {},
      'captured step'),
@@ -163,7 +154,7 @@ def test_sequences_are_twice_as_long_as_the_numbers_of_new_fields(monkeypatch):
     new = dataclasses.make_dataclass('NewConfig', fields, bases=(GPTConfig,))
     monkeypatch.setattr(conform, 'GPTConfig', new)
     for changes, length in ((dict(reach=64), 128), (dict(reaches='4,70'), 140),
-                            (dict(n_head=12), 43), (dict(reach=1000), 43)):
+                            (dict(n_head=12), 40), (dict(reach=1000), 40)):
         config = conform.reduced(new(n_layer=1, n_embd=24, **changes))
         assert config.block_size == length
     assert conform.distances(config) == {'reach': 1000}
@@ -191,11 +182,11 @@ def test_the_program(capsys):
     flags = ['--n_layer=3', '--n_head=2', '--n_embd=16', '--n_kv_head=1', '--layer_pattern=LG']
     conform.main([*flags, '--window_size=4', '--kv_head_pattern=1,2'])
     out = capsys.readouterr().out
-    assert '\n--as_given=True --block_size=51 --n_layer=3 ' in out
+    assert '\n--as_given=True --block_size=48 --n_layer=3 ' in out
     assert out.count('\N{CHECK MARK}') == len(conform.CHECKS) - 1
     assert "(kv_head_pattern='1,2')" in out  # the export
-    with pytest.raises(UserError, match='kv_stride=2'):
-        conform.main([*flags, '--window_size=4', '--kv_stride=2', '--pos_embedding=rope'])
+    with pytest.raises(UserError, match='kv_latent=8'):
+        conform.main([*flags, '--window_size=4', '--kv_latent=8', '--pos_embedding=rope'])
 
 
 def test_a_difference_is_the_exit_status(capsys, monkeypatch):

@@ -5,8 +5,6 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-from config.gpt_config import GPTConfig
-from tests.helpers.models import random_model
 from tests.serving.browser import MARKUP, drawn, number, said, send, streamed
 from tests.serving.cache_events import Recorder
 from tests.serving.conftest import LONGEST, MODEL, assert_free
@@ -20,7 +18,7 @@ def cells_of(slot, state):
     """What a lane has to show, from the plan and a recorded state of the engine."""
     positions = slot.positions(state['length'], LONGEST)
     size = (slot.capacity(LONGEST) if slot.kind == 'local' else
-            PAGE_SIZE // slot.stride * len(state['pages']))
+            PAGE_SIZE * len(state['pages']))
     return positions + [None] * (size - len(positions))
 
 
@@ -103,20 +101,6 @@ def test_lanes_are_what_the_engine_holds(markup_server, visit, monkeypatch, ever
     assert drawn(page)[0]['cells'] == cells_of(MODEL.plan.slots[0], states[last])
     expect(page.locator('#note')).to_contain_text('its memory was freed')
     assert_numbers_are_those_of(page, states[last])
-
-
-def test_lanes_of_blocks(markup_server, visit):
-    blocks = dict(kv_stride=4, rope_fraction_global=0.0)
-    model = random_model(GPTConfig(**vars(MODEL.config) | blocks))
-    page = visit(markup_server(model=model))
-    page.get_by_label('Plain prompt').check()
-    send(page, 'ab1', tokens=RING + 20)
-    frame = page.evaluate('nanokv.frame()')
-    assert frame['length'] == RING + 22 and frame['length'] % 4
-    for lane, slot in zip(drawn(page), model.plan.slots, strict=True):
-        assert lane['cells'] == cells_of(slot, frame)
-    heading = page.locator('#lanes h2').filter(has_text='blocks of 4 tokens')
-    assert heading.count() == sum(slot.stride == 4 for slot in model.plan.slots)
 
 
 def test_markup_is_text(markup_server, visit):

@@ -29,13 +29,6 @@ def test_keys_are_those_of_the_mask(T, window):
     assert total_keys(layer, T) == dense_mask(T, T, window).sum().item()
 
 
-@pytest.mark.parametrize('T', [1, 4, 33])
-@pytest.mark.parametrize('stride', [2, 4, 40])
-def test_blocks_are_counted_once(T, stride):
-    keys = sum(i // stride + 1 for i in range(T))
-    assert total_keys(Layer(0, 'global', 0, 0, True, stride), T) == keys
-
-
 SHAPES = {'vanilla': VANILLA, 'full stack': FULL_STACK,
           **{name: STACK | changes for name, changes in CHANGES.items()}}
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from attention.masks import dense_mask
-from config.errors import UserError
 from model import GPT, GPTConfig
 from tests.helpers.mechanisms import CHANGES, STACK
 from tests.helpers.models import random_model, tokens
@@ -16,14 +15,8 @@ from training.z_loss import add_z_loss
 GQA = dict(block_size=64, vocab_size=23, n_layer=3, n_head=4, n_embd=24, n_kv_head=2,
            layer_pattern='LLG', window_size=5, attn_sink=True)
 SHAPES = {'vanilla': dict(GQA, n_kv_head=0, layer_pattern='G', attn_sink=False), 'GQA': GQA,
-          **{name: STACK | changes for name, changes in CHANGES.items() if name != 'blocks'}}
+          **{name: STACK | changes for name, changes in CHANGES.items()}}
 COEFFICIENT = 0.3
-
-
-def test_blocks_are_refused():
-    model = GPT(GPTConfig(**STACK | CHANGES['blocks']))
-    with pytest.raises(UserError, match='attention_z_loss=0.1 does not go with kv_stride'):
-        add_z_loss(model, 0.1)
 
 
 def micro_batches(n):
