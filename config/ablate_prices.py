@@ -41,7 +41,6 @@ side_rows = {
     # YOCO: layers 6 to 11 read the K and V of layer 5
     'suffix sharing': (_FULL, dict(layer_pattern='LLLLLGGGGGGG', kv_share='AABBBCCCCCCC')),
     'ReLU squared': (_FULL, dict(gelu='relu2')),
-    'attention z-loss': (_FULL, dict(attention_z_loss=1e-4)),
     'clamped, int8 forward': (_FULL, dict(
         act_clamp=4.0, int8_forward=True, kv_quant_train='int8', kv_dtype='int8',
         weight_dtype='int8')),

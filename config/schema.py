@@ -117,8 +117,6 @@ TRAIN = RUN + _keys(
     ('backend', 'nccl', "torch.distributed backend: 'nccl' (CUDA) or 'gloo' (CPU)",
      ('nccl', 'gloo')),
 ) + DEVICE + ATTENTION + _keys(
-    ('attention_z_loss', 0.0, 'add this times the mean of logsumexp(attention scores)^2 to the '
-     'gradient of the loss; all scores of a layer exist during its backward pass; 0 = off'),
     ('tf32', True, 'on CUDA: float32 matmuls in TF32, as in nanoGPT'),
     ('int8_training', False, 'int8 matmuls in the blocks, forward and backward (torchao; CUDA)'),
     ('int8_forward', False, "round the blocks' weights and inputs in the forward pass as "

@@ -32,7 +32,6 @@ from training.loss import linear_cross_entropy, rows_at_a_time
 from training.memory_use import free_memory, measure
 from training.optim import state_name
 from training.recompute import NAMES, policy_of, set_recompute
-from training.z_loss import add_z_loss
 
 USABLE = 0.9  # fraction of the free memory; the rest is for workspaces and fragmentation
 LARGEST = 2 ** 20  # sequences
@@ -63,8 +62,6 @@ class Plans:
             self.model = GPT(config)
             if s.int8_forward:
                 train_for_int8(self.model)
-            if s.attention_z_loss:
-                add_z_loss(self.model, s.attention_z_loss)
         self.model.loss_fn = linear_cross_entropy if s.chunked_loss else None
         if native.wanted(s, device):
             native.speed_up(self.model)

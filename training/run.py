@@ -29,7 +29,6 @@ from training.memory import choose_policy, print_memory_report
 from training.optim import load_optimizer, make_optimizer, optimizer_state
 from training.recompute import set_recompute
 from training.update import GuardedUpdate, broken, propagate_nonfinite
-from training.z_loss import add_z_loss
 
 
 class Run:
@@ -106,7 +105,6 @@ class Run:
             print('rounding the weights and inputs of the blocks to int8')
         if self.sharded:
             fsdp.shard(model, ranks, self.dtype, s.compile, empty)
-        self.z_loss_scale = add_z_loss(model, s.attention_z_loss) if s.attention_z_loss else None
         print(describe_attention(model, self.dtype, model.config.dropout))
         if native.wanted(s, self.device):
             native.speed_up(model)
@@ -305,8 +303,6 @@ class Run:
         iterations were all skipped."""
         self.trained.train()
         n = self.s.gradient_accumulation_steps // self.ranks.world_size
-        if self.z_loss_scale is not None:
-            self.z_loss_scale.copy_(self.scaler.scale(self.update.one) / n)
         for k in range(n):
             self._sync_gradients(k == n - 1)
             with self.autocast:

@@ -45,7 +45,7 @@ def test_two_processes_have_the_losses_of_one(tmp_path, sharded):
     (VANILLA, {}), (STACK, dict(chunked_loss=False, grad_clip=0.0)),
     (STACK, dict(optimizer='muon')), (STACK, dict(int8_training=True)),
     (STACK, dict(int8_forward=True)), (STACK, dict(dtype='bfloat16')),
-    (FULL_STACK | CHANGES['many'], dict(attention_z_loss=0.1, optimizer='muon')),
+    (FULL_STACK | CHANGES['many'], dict(optimizer='muon')),
     *((STACK, dict(recompute=policy)) for policy in (
         'selective', 'mlp', 'block', 'every:3', 'sqrt', 'offload'))], ids=str)
 def test_four_processes_have_the_losses_of_one(tmp_path, data_root, config, more):

@@ -43,9 +43,8 @@ def assert_learns(rows, first=2.8):
 
 @pytest.mark.parametrize('config, atol', [
     (dict(VANILLA, max_iters=10), 2e-3), (dict(FULL_STACK, max_iters=3), 2e-3),
-    (FULL_STACK | BIG | dict(int8_forward=True, max_iters=2), 1e-2),
-    (FULL_STACK | BIG | dict(attention_z_loss=0.1, max_iters=2), 1e-2)],
-    ids=['vanilla', 'full stack', 'int8_forward', 'z-loss'])
+    (FULL_STACK | BIG | dict(int8_forward=True, max_iters=2), 1e-2)],
+    ids=['vanilla', 'full stack', 'int8_forward'])
 def test_the_losses_of_the_cpu(tmp_path, config, atol):
     """Weights and batches are those of the host: only rounding differs, which training amplifies
     (weights changed by 2e-7 change the full stack's fifth loss by 0.006 on a CPU)."""

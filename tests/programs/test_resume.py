@@ -57,7 +57,7 @@ def check_resume(tmp_path, at_step, final_weights):
     (FULL_STACK, dict(then=dict(eval_interval=3, eval_iters=5))),
     (FULL_STACK, dict(int8_training=True)),
     (FULL_STACK, dict(optimizer='muon', lr_schedule='wsd')),
-    (FULL_STACK, dict(attention_z_loss=0.01, recompute='block', dtype='float16', max_iters=9)),
+    (FULL_STACK, dict(recompute='block', dtype='float16', max_iters=9)),
     (FULL_STACK, dict(int8_forward=True, recompute='selective', act_clamp=1.0, max_iters=9)),
     (FULL_STACK | CHANGES['many'], dict(optimizer='muon', max_iters=9)),
     *(pytest.param(FULL_STACK | CHANGES[name], dict(optimizer='muon', max_iters=9), id=name,

@@ -5,7 +5,6 @@ import sys
 import pytest
 import torch
 
-import train
 import training.loss
 from config.errors import UserError
 from tests.programs.support import BOTH, FULL_STACK, VANILLA, load, losses, run_sample, run_train
@@ -108,31 +107,6 @@ def test_training_in_int8_is_near_and_leaves_a_plain_checkpoint(
         evaluated.append(re.findall('^step .*', capsys.readouterr().out, re.M))
     assert len(evaluated[0]) == len(evaluated[1]) == 1
     assert (evaluated[0] != evaluated[1]) == ('int8_forward' in settings)
-
-
-# -- the attention z-loss --------------------------------------------------------------------------
-
-@pytest.mark.parametrize('dtype, n', [('float32', 4), ('float16', 2)])
-def test_the_z_loss_is_scaled_as_the_loss_is_and_not_logged(tmp_path, monkeypatch, dtype, n):
-    """By the number of micro-batches, and by the loss scale, which falls in the first iterations
-    here."""
-    plain, scaler, scales = train.Run.step, torch.amp.GradScaler, []
-
-    def step(run):
-        before = run.scaler.get_scale()
-        loss = plain(run)
-        scales.append((run.z_loss_scale.item(), before / n))
-        return loss
-    settings = dict(dtype=dtype, max_iters=12, gradient_accumulation_steps=n)
-    monkeypatch.setattr(torch.amp, 'GradScaler', lambda device, **more: scaler(
-        device, init_scale=2.0 ** 28, **more))
-    run_train(tmp_path / 'plain', FULL_STACK, **settings)
-    monkeypatch.setattr(train.Run, 'step', step)
-    run_train(tmp_path / 'with', FULL_STACK, attention_z_loss=0.1, **settings)
-    assert all(ours == wanted for ours, wanted in scales) and len(scales) == 13
-    assert (len(set(scales)) > 3) == (dtype == 'float16')
-    without, found = losses(tmp_path / 'plain'), losses(tmp_path / 'with')
-    assert without[0] == found[0] and without[1:] != found[1:]
 
 
 # -- half precision --------------------------------------------------------------------------------
