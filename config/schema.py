@@ -118,9 +118,6 @@ TRAIN = RUN + _keys(
      ('nccl', 'gloo')),
 ) + DEVICE + ATTENTION + _keys(
     ('tf32', True, 'on CUDA: float32 matmuls in TF32, as in nanoGPT'),
-    ('int8_training', False, 'int8 matmuls in the blocks, forward and backward (torchao; CUDA)'),
-    ('int8_forward', False, "round the blocks' weights and inputs in the forward pass as "
-     "weight_dtype='int8' does; gradients pass through"),
     ('compile', True, 'torch.compile the model'),
 )
 

@@ -27,7 +27,6 @@ from kv.console import output, print_table, table_of
 from model import GPT
 from training import native
 from training.device import autocast, pick_device
-from training.int8_forward import train_for_int8
 from training.loss import linear_cross_entropy, rows_at_a_time
 from training.memory_use import free_memory, measure
 from training.optim import state_name
@@ -60,8 +59,6 @@ class Plans:
         self.fake = FakeTensorMode()
         with self.fake, torch.device(self.device):
             self.model = GPT(config)
-            if s.int8_forward:
-                train_for_int8(self.model)
         self.model.loss_fn = linear_cross_entropy if s.chunked_loss else None
         if native.wanted(s, device):
             native.speed_up(self.model)

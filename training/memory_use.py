@@ -28,7 +28,6 @@ aten = torch.ops.aten
 # torch's FLOP formulas, and some for what it does not cover: in 2.11, K with fewer heads than Q
 FLOPS = dict(flop_registry)
 FLOPS[aten.addmm_] = flop_registry[aten.addmm]
-FLOPS[aten._int_mm] = flop_registry[aten.mm]
 for name in 'flash_attention', 'flash_attention_for_cpu', 'efficient_attention', 'cudnn_attention':
     name = f'_scaled_dot_product_{name}'
     FLOPS[getattr(aten, name)] = lambda q, k, *_, **__: 4 * q.numel() * k.size(2)

@@ -10,7 +10,6 @@ from data.tokenfiles import is_prepared
 from kv.plan import plan_kv
 from training.checkpoint_manager import checkpoint_in
 from training.device import check_seed
-from training.int8_training import int8_linear
 from training.optim import check_optimizer, cooldown
 
 
@@ -40,11 +39,6 @@ def check_settings(s, data_root: Path) -> None:
     if s.data_prefetch > 64:
         raise UserError(f'data_prefetch={s.data_prefetch}: at most 64 batches ahead')
     check_optimizer(s)
-    if s.int8_training and s.int8_forward:
-        raise UserError('int8_training=True and int8_forward=True round the same matmuls in two '
-                        'ways: leave one out')
-    if s.int8_training:
-        int8_linear()
     for seed in (s.seed, s.data_seed) if s.data_seed >= 0 else (s.seed,):
         check_seed(seed)
     if s.init_from == 'scratch':

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from engine import native
+from engine.weights.int8_rows import CUDA_MULTIPLE, int8_matmul, quantize_rows
 from engine.weights.linear import FewRowsLinear, by_extension, describe
-from kv.int8_rows import CUDA_MULTIPLE, int8_matmul, quantize_rows
 
 BLOCK, COLUMNS = 16, 4  # rows and columns of one load, `int8_tile` in kernels.h
 

@@ -204,6 +204,8 @@ def test_keys_and_choices_of_another_program_in_a_file_are_passed_over(file):
 
 @pytest.mark.parametrize('name, value, said', [
     ('attention_z_loss', 0.1, 'attention_z_loss'),
+    ('int8_forward', True, 'int8_forward'),
+    ('int8_training', True, 'int8_training'),
 ])
 def test_a_removed_setting_names_the_commit(file, name, value, said):
     for given in (f'--{name}={value}', file(f'{name} = {value!r}')):

@@ -83,32 +83,6 @@ def test_with_a_data_seed_batches_do_not_depend_on_the_weights(tmp_path, monkeyp
     assert torch.equal(none, again) and not torch.equal(none, none_larger)
 
 
-# -- int8 ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize('settings, said, near', [
-    (dict(int8_training=True), 'training 28 matrices of blocks in int8', 0.05),
-    (dict(int8_forward=True), 'rounding the weights and inputs of the blocks to int8', 0.1)],
-    ids=str)
-def test_training_in_int8_is_near_and_leaves_a_plain_checkpoint(
-        tmp_path, capsys, settings, said, near):
-    """The validation loss of int8_forward is the rounded model's."""
-    plain = run_train(tmp_path / 'plain', FULL_STACK)
-    run = run_train(tmp_path / 'rounded', FULL_STACK, **settings)
-    assert said in capsys.readouterr().out
-    expected, found = ([row['loss'] for row in each.rows] for each in (plain, run))
-    assert found != expected and found == pytest.approx(expected, abs=near)
-    types = [{name: x.dtype for name, x in load(each.path)['model'].items()}
-             for each in (plain, run)]
-    assert types[0] == types[1]
-    evaluated = []
-    for more in (settings, {}):
-        run_train(run.path.parent, FULL_STACK, init_from='resume', eval_only=True, **more)
-        evaluated.append(re.findall('^step .*', capsys.readouterr().out, re.M))
-    assert len(evaluated[0]) == len(evaluated[1]) == 1
-    assert (evaluated[0] != evaluated[1]) == ('int8_forward' in settings)
-
-
 # -- half precision --------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('config, dtype', [(FULL_STACK, 'bfloat16'), (VANILLA, 'float16')])

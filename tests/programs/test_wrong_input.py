@@ -110,7 +110,6 @@ TRAIN = [
     (dict(optimizer='muon', offload_optimizer=True), ["goes with optimizer='adamw'"]),
     (dict(lr_schedule='wsd', cooldown_iters=19),
      ['cooldown_iters=19 are more than lr_decay_iters=20']),
-    (dict(int8_training=True, int8_forward=True), ['int8_training=True and int8_forward=True']),
     (dict(recompute='offload', compile=True),
      ["recompute='offload'", 'torch.compile', '--compile=False']),
     (dict(checkpoint_blocks=True, recompute='mlp'),
