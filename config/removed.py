@@ -2,7 +2,7 @@
 
 COMMIT = '461914ad'  # the last one that has them
 KEYS = (  # names of settings
-    'attention_z_loss', 'int8_forward', 'int8_training',
+    'act_clamp', 'attention_z_loss', 'int8_forward', 'int8_training',
 )
 VALUES = {}          # name of a setting that stays -> values that it no longer takes
 

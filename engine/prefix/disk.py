@@ -38,7 +38,7 @@ def fingerprint(model, kv_dtype: str, page_size: int, max_seq_len: int = 0) -> s
     rings = [slot for slot in model.plan.slots if slot.kind == LOCAL]
     if len({slot.window for slot in rings}) > 1:  # whole rings are stored
         known += tuple(slot.capacity(max_seq_len) for slot in rings)
-    # files of versions without these fields stay valid; a new one comes before the last, act_clamp
+    # files of versions without these fields stay valid; a new one comes before the last
     later = ["window_pattern='', kv_head_pattern='', ", 'kv_stride=1, ', r', stride=1(?=[,)])', *(
         re.escape(f'{f.name}={f.default!r}, ') for f in fields(model.config)[FIELDS:-1])]
     known = re.sub('|'.join(later), '', repr(known))

@@ -54,7 +54,6 @@ class QuantizedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, values, scale, group: int):
         super().__init__()
         self.out_features, self.in_features = linear.weight.shape
-        self._forward_pre_hooks.update(linear._forward_pre_hooks)  # act_clamp
         self.group, self.bias = group, linear.bias
         self.packed = (values.device.type == 'cpu' and self.in_features % 4 == 0
                        and native.library() is not None)

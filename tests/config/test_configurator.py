@@ -203,6 +203,7 @@ def test_keys_and_choices_of_another_program_in_a_file_are_passed_over(file):
 
 
 @pytest.mark.parametrize('name, value, said', [
+    ('act_clamp', 1.5, 'act_clamp'),
     ('attention_z_loss', 0.1, 'attention_z_loss'),
     ('int8_forward', True, 'int8_forward'),
     ('int8_training', True, 'int8_training'),
