@@ -3,6 +3,7 @@
 COMMIT = '461914ad'  # the last one that has them
 KEYS = (  # names of settings
     'act_clamp', 'attention_z_loss', 'int8_forward', 'int8_training',
+    'offload_optimizer',
 )
 VALUES = {}          # name of a setting that stays -> values that it no longer takes
 

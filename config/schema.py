@@ -87,7 +87,6 @@ TRAIN = RUN + _keys(
     ('max_iters', 600000, 'iterations to train'),
     ('optimizer', 'adamw', "'adamw', 'muon' (matrices of blocks; AdamW for the rest), "
      "'adamw8bit' (torchao)", ('adamw', 'muon', 'adamw8bit')),
-    ('offload_optimizer', False, "with optimizer='adamw': state and update in host memory; slower"),
     ('muon_momentum', 0.95, "with optimizer='muon': momentum"),
     ('weight_decay', 1e-1, 'weight decay, on matrices only'),
     ('beta1', 0.9, 'AdamW beta1'),

@@ -29,7 +29,6 @@ from training import native
 from training.device import autocast, pick_device
 from training.loss import linear_cross_entropy, rows_at_a_time
 from training.memory_use import free_memory, measure
-from training.optim import state_name
 from training.recompute import NAMES, policy_of, set_recompute
 
 USABLE = 0.9  # fraction of the free memory; the rest is for workspaces and fragmentation
@@ -53,7 +52,7 @@ class Plans:
                  optimizer=None):
         self.s, self.dtype, self.distributed = s, dtype, n_processes > 1
         self.accumulate = s.gradient_accumulation_steps > n_processes
-        self.optimizer = optimizer if optimizer and optimizer.state else state_name(s)
+        self.optimizer = optimizer if optimizer and optimizer.state else s.optimizer
         can_run = device.type != 'cuda' or torch.cuda.is_available()
         self.device = device if can_run else torch.device('cpu')
         self.fake = FakeTensorMode()

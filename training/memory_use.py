@@ -19,7 +19,6 @@ from config.sizes import available_memory, nice_bytes
 from kv.parts import tensor_nbytes
 from training import native
 from training.device import memory_use
-from training.host_optimizer import HostAdamW
 from training.optim import state_nbytes
 from training.recompute import policy_of
 
@@ -207,8 +206,6 @@ def state_bytes(model, optimizer='adamw') -> tuple[int, int, int]:
     exist yet is predicted. optimizer: an optimizer, or the name of one (see `training.optim`)."""
     parameters = sum(map(tensor_nbytes, model.parameters()))
     gradients = sum(tensor_nbytes(p) for p in model.parameters() if p.requires_grad)
-    if isinstance(optimizer, HostAdamW):
-        return parameters, gradients, 0
     if not isinstance(optimizer, str) and optimizer.state:
         state = tree_leaves(list(optimizer.state.values()))
         return parameters, gradients, sum(tensor_nbytes(x) for x in state if torch.is_tensor(x))
@@ -219,11 +216,8 @@ def state_bytes(model, optimizer='adamw') -> tuple[int, int, int]:
 def memory_line(model, optimizer, device: torch.device) -> str:
     """Return two lines to print after the first step: bytes of live tensors, and the peak."""
     parameters, gradients, state = state_bytes(model, optimizer)
-    on_host = ''
-    if isinstance(optimizer, HostAdamW):
-        on_host = f' (and {nice_bytes(optimizer.host_nbytes())} on the host)'
     text = (f'memory: parameters {nice_bytes(parameters)}, gradients {nice_bytes(gradients)}, '
-            f'optimizer {nice_bytes(state)}{on_host}')
+            f'optimizer {nice_bytes(state)}')
     peak = memory_use(device).peak
     if device.type == 'cuda':
         rest = max(0, peak - parameters - gradients - state)

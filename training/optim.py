@@ -5,8 +5,6 @@
                  embeddings there), AdamW for the rest
     'adamw8bit'  torchao's AdamW with moments in 8 bits (Dettmers et al. 2022)
 
-With `offload_optimizer`, AdamW's state and steps are in host memory (`training.host_optimizer`).
-
 Muon's steps are scaled to the size of AdamW's (Liu et al. 2025, "Muon is scalable for LLM
 training"), so that both use the same learning rate.
 """
@@ -17,10 +15,8 @@ import torch
 from config.errors import UserError
 from training.device import multiplies_bfloat16
 from training.fsdp import is_sharded, like
-from training.host_optimizer import HostAdamW
 
 TOGETHER = 2 ** 21  # numbers in the matrices that Muon orthogonalizes together
-ON_HOST = 'adamw on the host'
 
 
 def configure_optimizers(model, weight_decay, learning_rate, betas, device_type):
@@ -32,9 +28,7 @@ def configure_optimizers(model, weight_decay, learning_rate, betas, device_type)
 
 
 def check_optimizer(s) -> None:
-    """Raise UserError if torchao is missing, or `offload_optimizer` is used without AdamW."""
-    if s.offload_optimizer and s.optimizer != 'adamw':
-        raise UserError(f"offload_optimizer=True goes with optimizer='adamw', not {s.optimizer!r}")
+    """Raise UserError if torchao is missing."""
     if s.optimizer == 'adamw8bit':
         _adamw8bit()
 
@@ -43,13 +37,10 @@ def make_optimizer(model, s, device_type: str) -> torch.optim.Optimizer:
     """Make the optimizer given by train.py's settings `s`. UserError if `check_optimizer` fails."""
     check_optimizer(s)
     betas = s.beta1, s.beta2
-    if s.optimizer == 'adamw' and not s.offload_optimizer:
+    if s.optimizer == 'adamw':
         return model.configure_optimizers(s.weight_decay, s.learning_rate, betas, device_type)
     options = {'lr': s.learning_rate, 'betas': betas}
     groups = _groups(model, s.weight_decay)
-    if s.offload_optimizer:
-        print('using AdamW on the host')
-        return HostAdamW(groups, **options)
     if s.optimizer == 'adamw8bit':
         return _adamw8bit()(groups, **options)
     for_muon = _orthogonalized_ids(model)
@@ -220,15 +211,8 @@ def load_optimizer(optimizer, state: dict) -> None:
                 raise ValueError(f'{name} is {tuple(x.shape)}, its parameter {tuple(p.shape)}')
 
 
-def state_name(s) -> str:
-    """Return the name of the optimizer in train.py's settings, for `state_nbytes`."""
-    return ON_HOST if s.offload_optimizer else s.optimizer
-
-
 def state_nbytes(model, name: str) -> int:
     """Return the bytes of an optimizer's state on the device after its first step."""
-    if name == ON_HOST:
-        return 0
     for_muon, total = _orthogonalized_ids(model), 0
     for p in (p for p in model.parameters() if p.requires_grad):
         n = p.numel()

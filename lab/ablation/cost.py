@@ -27,7 +27,7 @@ STEPS = 16  # tokens timed in a round
 REFERENCE = 'bfloat16'  # the storage assumed for 'auto'; vanilla GPT-2 is always counted with it
 GIGABYTE = 10 ** 9
 # keys of train.py, besides the model's, that change the work of a training step
-STEP = ('batch_size', 'recompute', 'chunked_loss', 'optimizer', 'offload_optimizer')
+STEP = ('batch_size', 'recompute', 'chunked_loss', 'optimizer')
 
 
 def kv_bytes(ladder, row, lengths: list[int]) -> dict:

@@ -207,6 +207,7 @@ def test_keys_and_choices_of_another_program_in_a_file_are_passed_over(file):
     ('attention_z_loss', 0.1, 'attention_z_loss'),
     ('int8_forward', True, 'int8_forward'),
     ('int8_training', True, 'int8_training'),
+    ('offload_optimizer', True, 'offload_optimizer'),
 ])
 def test_a_removed_setting_names_the_commit(file, name, value, said):
     for given in (f'--{name}={value}', file(f'{name} = {value!r}')):

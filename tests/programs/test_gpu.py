@@ -20,7 +20,6 @@ from model import GPT
 from tests.helpers.models import FULL_STACK as MODEL
 from tests.helpers.models import VOCAB, random_model
 from tests.programs.support import FULL_STACK, HARD, ROOT, VANILLA, flags, losses, run_train
-from training import host_optimizer
 
 pytestmark = pytest.mark.gpu
 GPU = dict(device='cuda', dtype='float32', tf32=False)
@@ -86,20 +85,6 @@ def test_a_run_of_the_cpu_goes_on_here(tmp_path):
     run_train(tmp_path, FULL_STACK, max_iters=10)
     rows = run_train(tmp_path, FULL_STACK | GPU, init_from='resume').rows
     assert rows[-1]['iter'] == 20 and rows[-1]['loss'] < rows[0]['loss']
-
-
-def test_an_optimizer_on_the_host(tmp_path, monkeypatch):
-    """The losses equal those with one on the device; each can resume from the other."""
-    monkeypatch.setattr(host_optimizer.HostAdamW.__init__, '__defaults__', ((0.9, 0.95), 2 ** 20))
-    config = FULL_STACK | GPU | dict(n_embd=512, max_iters=10, learning_rate=1e-3, min_lr=1e-4)
-    # 90 MB, in nearly as many buckets
-    plain = run_train(tmp_path / 'plain', config)
-    other = run_train(tmp_path / 'other', config, offload_optimizer=True)
-    assert_near(other, plain)
-    for out, offload in (('plain', True), ('other', False)):
-        run_train(tmp_path / out, config, max_iters=15, init_from='resume',
-                  offload_optimizer=offload)
-    assert losses(tmp_path / 'plain')[-1] == pytest.approx(losses(tmp_path / 'other')[-1], abs=1e-3)
 
 
 def test_one_process_under_torchrun(tmp_path, data_root):

@@ -107,7 +107,6 @@ TRAIN = [
     (dict(pos_embedding='rope', rope_theta=0.0), ['rope_theta=0.0']),
     (dict(dataset='recall', data_order='shuffled', block_size=20, recall_task='distances=3'),
      ['makes its sequences']),
-    (dict(optimizer='muon', offload_optimizer=True), ["goes with optimizer='adamw'"]),
     (dict(lr_schedule='wsd', cooldown_iters=19),
      ['cooldown_iters=19 are more than lr_decay_iters=20']),
     (dict(recompute='offload', compile=True),

@@ -47,8 +47,7 @@ def _small_chunks(monkeypatch):
 def planned(config, torch_dtype=F32, device='cpu', **changes):
     s = SimpleNamespace(**dict(
         gradient_accumulation_steps=1, compile=False, batch_size=B, block_size=config.block_size,
-        chunked_loss=True, attention_backend='auto', optimizer='adamw', offload_optimizer=False,
-        dtype='float32') | changes)
+        chunked_loss=True, attention_backend='auto', optimizer='adamw', dtype='float32') | changes)
     return Plans(s, config, torch.device(device), torch_dtype)
 
 

@@ -7,19 +7,15 @@ import pytest
 import torch
 
 from config.errors import UserError
-from config.sizes import nice_bytes
 from model import GPT, GPTConfig
 from tests.helpers.mechanisms import CHANGES, STACK
 from tests.helpers.optim import assert_equal, backward, model_of, settings, step, weights
 from training import optim
-from training.host_optimizer import HostAdamW
-from training.memory_use import memory_line, state_bytes
+from training.memory_use import state_bytes
 from training.optim import (
-    cooldown, learning_rate_at, load_optimizer, make_optimizer, optimizer_state, set_learning_rate,
-    state_name)
+    cooldown, learning_rate_at, make_optimizer, optimizer_state, set_learning_rate)
 from training.update import GuardedUpdate
 
-HOST = settings(optimizer='adamw', offload_optimizer=True)
 EIGHT_BIT = pytest.param('adamw8bit', marks=pytest.mark.slow)  # torch.compile
 
 
@@ -126,17 +122,16 @@ def test_the_bytes_of_a_state_are_foretold(name):
     assert low <= foretold[2] / state_bytes(model, 'adamw')[2] < high
 
 
-@pytest.mark.parametrize('name, offload', [
-    ('muon', False), ('adamw', True), pytest.param('adamw8bit', False, marks=pytest.mark.slow)])
-def test_a_step_without_finite_gradients_changes_nothing(name, offload):
+@pytest.mark.parametrize('name', ['adamw', 'muon', EIGHT_BIT])
+def test_a_step_without_finite_gradients_changes_nothing(name):
     model = model_of()
-    optimizer = make_optimizer(model, settings(optimizer=name, offload_optimizer=offload), 'cpu')
+    optimizer = make_optimizer(model, settings(optimizer=name), 'cpu')
     update = guarded(optimizer, 1.0)
     backward(model, 0)
     update(0, torch.tensor(1.0))
     before, state = weights(model), copy.deepcopy(optimizer_state(optimizer)['state'])
     backward(model, 1)
-    model.lm_head.weight.grad[0, 0] = torch.inf if offload else torch.nan
+    model.lm_head.weight.grad[0, 0] = torch.nan
     update(1, torch.tensor(1.0))
     assert update.counts[0] == 1
     assert_equal(weights(model), before)
@@ -170,62 +165,6 @@ def test_without_torchao_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, 'torchao.optim', None)
     with pytest.raises(UserError, match=r"needs the torchao package: pip install -e '\.\[int8\]'"):
         make_optimizer(model_of(), settings(optimizer='adamw8bit'), 'cpu')
-
-
-# -- AdamW in host memory (on a GPU: programs/test_gpu.py)
-
-def both():
-    for s in (HOST, settings(optimizer='adamw')):
-        model = model_of()
-        yield model, make_optimizer(model, s, 'cpu')
-
-
-@pytest.mark.parametrize('bucket', [1, 20_000, 2 ** 30])
-def test_its_steps_are_adamws(bucket):
-    """Also where a parameter has no gradient at first, or once has none."""
-    (model, optimizer), (twin, other) = both()
-    optimizer = HostAdamW(optimizer.param_groups, lr=1e-2, betas=(0.8, 0.9), bucket=bucket)
-    n = len(list(model.parameters()))
-    low, high = {1: (n, n), 20_000: (2, n - 1), 2 ** 30: (1, 1)}[bucket]
-    assert low <= len(optimizer.buckets) <= high
-    updates = guarded(optimizer, 0.5), guarded(other, 0.5)
-    for seed in range(5):
-        for m, o, update in ((model, optimizer, updates[0]), (twin, other, updates[1])):
-            set_learning_rate(o, 1e-2 / (seed + 1))
-            backward(m, seed)
-            if seed in (0, 3):
-                m.transformer.h[1].mlp.c_fc.weight.grad = None
-            update(seed, torch.tensor(1.0))
-        assert_equal(weights(model), weights(twin))
-    # check that something was clipped
-    assert updates[0].read().grad_norm == updates[1].read().grad_norm > 0.5
-
-
-def test_the_settings_of_this_run_are_kept():
-    (_, optimizer), (twin, other) = both()
-    step(twin, other, 0)
-    set_learning_rate(other, 5.0)
-
-    def kept():
-        return [{k: v for k, v in g.items() if k != 'params'} for g in optimizer.param_groups]
-    before = copy.deepcopy(kept())
-    load_optimizer(optimizer, other.state_dict())
-    assert kept() == before
-
-
-def test_nothing_of_it_counts_as_the_devices():
-    model = model_of()
-    optimizer = make_optimizer(model, HOST, 'cpu')
-    assert optimizer_state(optimizer)['state'] == {}
-    expected = (*state_bytes(model)[:2], 0)
-    assert state_bytes(model, optimizer) == state_bytes(model, state_name(HOST)) == expected
-    step(model, optimizer, 0)
-    parameters = sum(p.nbytes for p in model.parameters())
-    assert state_bytes(model, optimizer)[2] == 0
-    # and one step count each
-    assert optimizer.host_nbytes() == 4 * parameters + 4 * len(list(model.parameters()))
-    assert f'optimizer {nice_bytes(0)} (and {nice_bytes(optimizer.host_nbytes())} on the host)' in \
-        memory_line(model, optimizer, torch.device('cpu'))
 
 
 # -- learning rate
