@@ -5,7 +5,9 @@ KEYS = (  # names of settings
     'act_clamp', 'attention_z_loss', 'int8_forward', 'int8_training',
     'offload_optimizer',
 )
-VALUES = {}          # name of a setting that stays -> values that it no longer takes
+VALUES = {  # name of a setting that stays -> values that it no longer takes
+    'optimizer': ('adamw8bit',),
+}
 
 
 def removed(name: str, value=None) -> str:

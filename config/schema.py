@@ -85,8 +85,8 @@ TRAIN = RUN + _keys(
 ) + MODEL + _keys(
     ('learning_rate', 6e-4, 'peak learning rate'),
     ('max_iters', 600000, 'iterations to train'),
-    ('optimizer', 'adamw', "'adamw', 'muon' (matrices of blocks; AdamW for the rest), "
-     "'adamw8bit' (torchao)", ('adamw', 'muon', 'adamw8bit')),
+    ('optimizer', 'adamw', "'adamw', 'muon' (matrices of blocks; AdamW for the rest)",
+     ('adamw', 'muon')),
     ('muon_momentum', 0.95, "with optimizer='muon': momentum"),
     ('weight_decay', 1e-1, 'weight decay, on matrices only'),
     ('beta1', 0.9, 'AdamW beta1'),

@@ -12,8 +12,7 @@ from config.errors import UserError
 
 def check(s, dtype: torch.dtype) -> None:
     """Raise UserError if a setting is incompatible with parallel='fsdp'."""
-    for name, wrong in (('optimizer', 'adamw8bit'), ('recompute', 'auto'),
-                        ('memory_report', True)):
+    for name, wrong in (('recompute', 'auto'), ('memory_report', True)):
         if getattr(s, name) == wrong:
             raise UserError(f"{name}={wrong!r} does not go with parallel='fsdp'")
     if dtype == torch.float16:

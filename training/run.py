@@ -25,7 +25,7 @@ from training.flops import achieved, peak_tflops
 from training.load_model import check_weights
 from training.loss import linear_cross_entropy
 from training.memory import choose_policy, print_memory_report
-from training.optim import load_optimizer, make_optimizer, optimizer_state
+from training.optim import load_optimizer, make_optimizer
 from training.recompute import set_recompute
 from training.update import GuardedUpdate, broken, propagate_nonfinite
 
@@ -229,7 +229,7 @@ class Run:
     def _tensors(self):
         """Return a checkpoint's weights and optimizer, as tensors or as newly written shards."""
         if not self.sharded:
-            return {'model': self.model.state_dict(), 'optimizer': optimizer_state(self.optimizer)}
+            return {'model': self.model.state_dict(), 'optimizer': self.optimizer.state_dict()}
         # rank 0's run id is the one that is saved
         name = self.ranks.gather(ckpt.shards_name(self.manager.run, self.iter_num))[0]
         return ckpt.write_shards(self.out_dir / name, dict(self.model.named_parameters()),

@@ -10,7 +10,7 @@ from data.tokenfiles import is_prepared
 from kv.plan import plan_kv
 from training.checkpoint_manager import checkpoint_in
 from training.device import check_seed
-from training.optim import check_optimizer, cooldown
+from training.optim import cooldown
 
 
 def check_settings(s, data_root: Path) -> None:
@@ -38,7 +38,6 @@ def check_settings(s, data_root: Path) -> None:
                         'know: give --compile=False')
     if s.data_prefetch > 64:
         raise UserError(f'data_prefetch={s.data_prefetch}: at most 64 batches ahead')
-    check_optimizer(s)
     for seed in (s.seed, s.data_seed) if s.data_seed >= 0 else (s.seed,):
         check_seed(seed)
     if s.init_from == 'scratch':

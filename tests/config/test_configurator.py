@@ -208,6 +208,7 @@ def test_keys_and_choices_of_another_program_in_a_file_are_passed_over(file):
     ('int8_forward', True, 'int8_forward'),
     ('int8_training', True, 'int8_training'),
     ('offload_optimizer', True, 'offload_optimizer'),
+    ('optimizer', 'adamw8bit', "optimizer='adamw8bit'"),
 ])
 def test_a_removed_setting_names_the_commit(file, name, value, said):
     for given in (f'--{name}={value}', file(f'{name} = {value!r}')):

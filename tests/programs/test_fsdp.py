@@ -141,8 +141,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_no_shards(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize('name, value', dict(
-    optimizer='adamw8bit', dtype='float16', recompute='auto',
-    memory_report=True).items())
+    dtype='float16', recompute='auto', memory_report=True).items())
 def test_settings_that_exclude_it(tmp_path, name, value):
     with pytest.raises(UserError, match=f"{name}={value!r}.* not go with *parallel='fsdp'"):
         run_train(tmp_path, parallel='fsdp', **{name: value})

@@ -58,8 +58,6 @@ def check_resume(tmp_path, at_step, final_weights):
     (FULL_STACK | CHANGES['many'], dict(optimizer='muon', max_iters=9)),
     *(pytest.param(FULL_STACK | CHANGES[name], dict(optimizer='muon', max_iters=9), id=name,
                    marks=pytest.mark.slow) for name in CHANGES if name != 'many'),
-    pytest.param(dict(FULL_STACK, n_embd=64), dict(optimizer='adamw8bit'),
-                 marks=pytest.mark.slow),
     *(pytest.param(FULL_STACK, dict(recompute=policy), marks=pytest.mark.slow)
       for policy in ('offload', 'mlp', 'every:3', 'sqrt'))])
 def test_resumed_is_uninterrupted(check_resume, config, settings):

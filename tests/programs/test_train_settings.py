@@ -1,16 +1,14 @@
 """train.py with other optimizers, batches, roundings, losses and plans of memory."""
 import re
-import sys
 
 import pytest
 import torch
 
 import training.loss
 from config.errors import UserError
-from tests.programs.support import BOTH, FULL_STACK, VANILLA, load, losses, run_sample, run_train
+from tests.programs.support import BOTH, FULL_STACK, VANILLA, load, losses, run_train
 from training import batches
 
-WIDE = dict(VANILLA, n_embd=64)  # only tensors of at least 4096 numbers are kept in 8 bits
 # the time of a prediction grows with the number of layers
 LESS = dict(FULL_STACK, n_layer=4, layer_pattern='LG', kv_share='AB')
 
@@ -44,17 +42,6 @@ def test_another_optimizer_without_a_step_and_muon_with_a_shorter_context(tmp_pa
     after = load(tmp_path / 'ckpt.pt')
     assert 'transformer.wpe.weight' not in after['model'] and after['model_args']['block_size'] == 8
     assert len(after['optimizer']['state']) == len(before) - 1
-
-
-@pytest.mark.slow
-def test_what_was_trained_with_8_bits_is_sampled_without_torchao(tmp_path, monkeypatch, capsys):
-    run_train(tmp_path, WIDE, max_iters=2, eval_interval=2, optimizer='adamw8bit')
-    states = load(tmp_path / 'ckpt.pt')['optimizer']['state']
-    assert any('8bit' in str(state) for state in states.values())
-    for name in [name for name in sys.modules if name.partition('.')[0] == 'torchao']:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, 'torchao', None)
-    assert 'KV cache' in run_sample(capsys, out_dir=tmp_path)
 
 
 # -- the order of batches --------------------------------------------------------------------------
