@@ -58,6 +58,11 @@ def is_sharded(x: torch.Tensor) -> bool:
     return hasattr(x, 'full_tensor')
 
 
+def own_nbytes(x: torch.Tensor) -> int:
+    """Return the bytes that this process stores of x."""
+    return (x.to_local() if is_sharded(x) else x).nbytes
+
+
 def like(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Shard x, which every process has in full, like the parameter p."""
     from torch.distributed.tensor import DTensor, distribute_tensor

@@ -16,9 +16,9 @@ from torch.utils.flop_counter import flop_registry
 import attention.kernels.flex
 from config.errors import UserError
 from config.sizes import available_memory, nice_bytes
-from kv.parts import tensor_nbytes
 from training import native
 from training.device import memory_use
+from training.fsdp import own_nbytes
 from training.optim import state_nbytes
 from training.recompute import policy_of
 
@@ -204,11 +204,11 @@ def _sdpa(q, k, v, window):
 def state_bytes(model, optimizer='adamw') -> tuple[int, int, int]:
     """Return bytes of parameters, gradients and optimizer state on the device. State that does not
     exist yet is predicted. optimizer: an optimizer, or the name of one (see `training.optim`)."""
-    parameters = sum(map(tensor_nbytes, model.parameters()))
-    gradients = sum(tensor_nbytes(p) for p in model.parameters() if p.requires_grad)
+    parameters = sum(map(own_nbytes, model.parameters()))
+    gradients = sum(own_nbytes(p) for p in model.parameters() if p.requires_grad)
     if not isinstance(optimizer, str) and optimizer.state:
         state = tree_leaves(list(optimizer.state.values()))
-        return parameters, gradients, sum(tensor_nbytes(x) for x in state if torch.is_tensor(x))
+        return parameters, gradients, sum(own_nbytes(x) for x in state if torch.is_tensor(x))
     name = optimizer if isinstance(optimizer, str) else 'adamw'
     return parameters, gradients, state_nbytes(model, name)
 

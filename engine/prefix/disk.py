@@ -22,7 +22,6 @@ import torch
 
 from config.errors import UserError
 from config.files import is_ours, make_private, private_folder
-from kv.parts import parts_of
 from kv.plan import LOCAL
 
 VERSION = 4
@@ -44,10 +43,9 @@ def fingerprint(model, kv_dtype: str, page_size: int, max_seq_len: int = 0) -> s
     known = re.sub('|'.join(later), '', repr(known))
     digest = hashlib.sha256(known.encode())
     for name, x in sorted(model.state_dict().items()):
-        for part in parts_of(x):
-            part = part.detach().cpu().contiguous()
-            digest.update(repr((name, part.dtype, tuple(part.shape))).encode())
-            digest.update(part.flatten().view(torch.uint8).numpy().data)
+        x = x.detach().cpu().contiguous()
+        digest.update(repr((name, x.dtype, tuple(x.shape))).encode())
+        digest.update(x.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
