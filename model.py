@@ -226,13 +226,6 @@ def rotary_tables(config: GPTConfig, head_dim: int) -> dict[str, RotaryTable | N
     return {LOCAL: table, GLOBAL: RotaryTable(head_dim, theta, fraction)}
 
 
-def clamp_inputs(blocks: nn.Module, limit: float) -> None:
-    """Clamp the inputs of all Linear layers to +-limit, so that int8 represents them well."""
-    for module in blocks.modules():
-        if type(module) is nn.Linear:
-            module.register_forward_pre_hook(lambda _, x: (x[0].clamp(-limit, limit),))
-
-
 class GPT(nn.Module):
     """nanoGPT's GPT plus every field of `GPTConfig`.
 
@@ -261,8 +254,6 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight  # weight tying (Press & Wolf 2017)
         self.rotary = rotary_tables(config, self.plan.head_dim) if rope else None
-        if config.act_clamp:
-            clamp_inputs(self.transformer.h, config.act_clamp)
 
         self.apply(self._init_weights)
         for name, p in self.named_parameters():  # residual projections, as in the GPT-2 paper

@@ -41,10 +41,6 @@ side_rows = {
     # YOCO: layers 6 to 11 read the K and V of layer 5
     'suffix sharing': (_FULL, dict(layer_pattern='LLLLLGGGGGGG', kv_share='AABBBCCCCCCC')),
     'ReLU squared': (_FULL, dict(gelu='relu2')),
-    'attention z-loss': (_FULL, dict(attention_z_loss=1e-4)),
-    'clamped, int8 forward': (_FULL, dict(
-        act_clamp=4.0, int8_forward=True, kv_quant_train='int8', kv_dtype='int8',
-        weight_dtype='int8')),
     'int4 KV': (_FULL, dict(kv_dtype='int4')),
     'int8 weights': ('+ int8 KV', dict(weight_dtype='int8')),  # W8A8: activations too
     'tied at inference only': ('+ KV shared by 2/3', dict(
@@ -65,8 +61,6 @@ _TWICE = dict(max_iters=1600, lr_decay_iters=1600, warmup_iters=160)
 side_rows |= {
     'AdamW, twice the steps': (_FULL, _ADAMW | _TWICE | _FEW),
     'int8 in training': (_FULL, dict(kv_quant_train='int8', kv_dtype='int8') | _ONE),
-    'int8 products': (_FULL, dict(int8_training=True, kv_quant_train='int8',  # int8 matmuls
-                                  kv_dtype='int8') | _ONE),
 }
 # uptraining (GQA, Ainslie et al. 2023): converted weights of the strongest baseline, trained for a
 # tenth of the steps

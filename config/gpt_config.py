@@ -98,9 +98,6 @@ class GPTConfig:
         "'1,1,1,1,1,4'", trained='pooled', known=('fast', 'count'))
     attn_gate: bool = _known(
         False, "a gate on each head's output: the sigmoid of a linear map of the layer's input")
-    act_clamp: float = _known(
-        0.0, "clamp the inputs of the blocks' matmuls to this and its negative: 0 = no clamp",
-        tries=(1.5,), trained='free')
 
     def __post_init__(self):
         for f in dataclasses.fields(self):
@@ -117,7 +114,7 @@ class GPTConfig:
             setattr(self, name, getattr(self, name).replace(' ', ''))
         at_least(self, block_size=1, vocab_size=1, n_layer=1, n_head=1, n_embd=1, n_kv_head=0,
                  head_dim=0, window_size=0, mlp_hidden=0, rope_theta_global=0, kv_latent=0,
-                 act_clamp=0, rope_fraction_global=0)
+                 rope_fraction_global=0)
         rope = self.pos_embedding == 'rope'
         self._refuse('n_layer', self.n_layer > MAX_LAYERS, f'must be at most {MAX_LAYERS:,}')
         self._refuse('dropout', not 0 <= self.dropout < 1, 'must be at least 0 and below 1')

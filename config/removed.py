@@ -1,8 +1,13 @@
 """Settings that earlier versions had: an old flag, config file or checkpoint gets an answer."""
 
-COMMIT = '461914ad'    # the last one that has them
-KEYS = ('kv_stride',)  # names of settings
-VALUES = {}            # name of a setting that stays -> values that it no longer takes
+COMMIT = '461914ad'  # the last one that has them
+KEYS = (  # names of settings
+    'act_clamp', 'attention_z_loss', 'int8_forward', 'int8_training', 'kv_stride',
+    'offload_optimizer',
+)
+VALUES = {  # name of a setting that stays -> values that it no longer takes
+    'optimizer': ('adamw8bit',),
+}
 
 
 def removed(name: str, value=None) -> str:

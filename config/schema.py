@@ -85,9 +85,8 @@ TRAIN = RUN + _keys(
 ) + MODEL + _keys(
     ('learning_rate', 6e-4, 'peak learning rate'),
     ('max_iters', 600000, 'iterations to train'),
-    ('optimizer', 'adamw', "'adamw', 'muon' (matrices of blocks; AdamW for the rest), "
-     "'adamw8bit' (torchao)", ('adamw', 'muon', 'adamw8bit')),
-    ('offload_optimizer', False, "with optimizer='adamw': state and update in host memory; slower"),
+    ('optimizer', 'adamw', "'adamw', 'muon' (matrices of blocks; AdamW for the rest)",
+     ('adamw', 'muon')),
     ('muon_momentum', 0.95, "with optimizer='muon': momentum"),
     ('weight_decay', 1e-1, 'weight decay, on matrices only'),
     ('beta1', 0.9, 'AdamW beta1'),
@@ -117,12 +116,7 @@ TRAIN = RUN + _keys(
     ('backend', 'nccl', "torch.distributed backend: 'nccl' (CUDA) or 'gloo' (CPU)",
      ('nccl', 'gloo')),
 ) + DEVICE + ATTENTION + _keys(
-    ('attention_z_loss', 0.0, 'add this times the mean of logsumexp(attention scores)^2 to the '
-     'gradient of the loss; all scores of a layer exist during its backward pass; 0 = off'),
     ('tf32', True, 'on CUDA: float32 matmuls in TF32, as in nanoGPT'),
-    ('int8_training', False, 'int8 matmuls in the blocks, forward and backward (torchao; CUDA)'),
-    ('int8_forward', False, "round the blocks' weights and inputs in the forward pass as "
-     "weight_dtype='int8' does; gradients pass through"),
     ('compile', True, 'torch.compile the model'),
 )
 

@@ -225,12 +225,6 @@ static void layer_norm(const float* x, const float* gain, const float* bias, int
     for (int64_t i = 0; i < n; i++) y[i] = (x[i] - mean) * scale * gain[i] + (bias ? bias[i] : 0);
 }
 
-// The inputs x (n,) of a matmul, clamped to `limit` (0 = not at all) and its negative. NaN stays.
-static void clamp(float* x, int64_t n, float limit) {
-    if (!limit) return;
-    share(n, [=](int64_t i) { x[i] = std::min(std::max(x[i], -limit), limit); });
-}
-
 // turn: -1 rotates back.
 static void norm_and_rotate(float* x, const float* gain, const float* cos, const float* sin,
                             int64_t n, float* scratch, float turn = 1) {

@@ -209,7 +209,7 @@ def _architecture(config) -> tuple:
     """The part that GPT2Config can express; different GPTConfigs may mean the same architecture."""
     return (plan_kv(config), config.resolved_mlp_hidden, config.gelu, config.pos_embedding,
             config.block_size, config.n_embd, config.qk_norm, config.kv_quant_train,
-            config.attn_sink, config.act_clamp)
+            config.attn_sink)
 
 
 def _gpt2_config(raw, path):

@@ -12,8 +12,7 @@ from config.errors import UserError
 
 def check(s, dtype: torch.dtype) -> None:
     """Raise UserError if a setting is incompatible with parallel='fsdp'."""
-    for name, wrong in (('optimizer', 'adamw8bit'), ('offload_optimizer', True),
-                        ('recompute', 'auto'), ('memory_report', True)):
+    for name, wrong in (('recompute', 'auto'), ('memory_report', True)):
         if getattr(s, name) == wrong:
             raise UserError(f"{name}={wrong!r} does not go with parallel='fsdp'")
     if dtype == torch.float16:
@@ -57,6 +56,11 @@ def full(x: torch.Tensor) -> torch.Tensor:
 
 def is_sharded(x: torch.Tensor) -> bool:
     return hasattr(x, 'full_tensor')
+
+
+def own_nbytes(x: torch.Tensor) -> int:
+    """Return the bytes that this process stores of x."""
+    return (x.to_local() if is_sharded(x) else x).nbytes
 
 
 def like(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -27,12 +27,9 @@ from kv.console import output, print_table, table_of
 from model import GPT
 from training import native
 from training.device import autocast, pick_device
-from training.int8_forward import train_for_int8
 from training.loss import linear_cross_entropy, rows_at_a_time
 from training.memory_use import free_memory, measure
-from training.optim import state_name
 from training.recompute import NAMES, policy_of, set_recompute
-from training.z_loss import add_z_loss
 
 USABLE = 0.9  # fraction of the free memory; the rest is for workspaces and fragmentation
 LARGEST = 2 ** 20  # sequences
@@ -55,16 +52,12 @@ class Plans:
                  optimizer=None):
         self.s, self.dtype, self.distributed = s, dtype, n_processes > 1
         self.accumulate = s.gradient_accumulation_steps > n_processes
-        self.optimizer = optimizer if optimizer and optimizer.state else state_name(s)
+        self.optimizer = optimizer if optimizer and optimizer.state else s.optimizer
         can_run = device.type != 'cuda' or torch.cuda.is_available()
         self.device = device if can_run else torch.device('cpu')
         self.fake = FakeTensorMode()
         with self.fake, torch.device(self.device):
             self.model = GPT(config)
-            if s.int8_forward:
-                train_for_int8(self.model)
-            if s.attention_z_loss:
-                add_z_loss(self.model, s.attention_z_loss)
         self.model.loss_fn = linear_cross_entropy if s.chunked_loss else None
         if native.wanted(s, device):
             native.speed_up(self.model)

@@ -27,7 +27,7 @@ from training.offload import offloaded
 NAMES = ('none', 'selective', 'mlp', 'block', 'sqrt', 'offload')  # the fastest first; and 'every:K'
 
 aten = torch.ops.aten
-MATMULS = {aten.mm.default, aten.addmm.default, aten._int_mm.default}
+MATMULS = {aten.mm.default, aten.addmm.default}
 ATTENTION = {getattr(aten, name).default for name in (
     '_scaled_dot_product_flash_attention_for_cpu', '_scaled_dot_product_flash_attention',
     '_scaled_dot_product_efficient_attention', '_scaled_dot_product_cudnn_attention')}
@@ -105,6 +105,6 @@ def _select(dropout, context, op, *args, **kwargs):
     keeps anyway, and recomputation stops before it, unless dropout follows."""
     kept = op in ATTENTION or op.name().startswith(
         ('flex_attention', 'flash_attn::', 'nanokv::attention'))
-    if op in MATMULS:  # mm(x, w), _int_mm(x, w) or addmm(bias, x, w)
+    if op in MATMULS:  # mm(x, w) or addmm(bias, x, w)
         kept = dropout or args[-2].size(-1) <= args[-1].size(-1)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

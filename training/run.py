@@ -14,7 +14,7 @@ from data.tokenfiles import open_split
 from data.tokenizer import bytes_per_token
 from model import GPT
 from training import checkpoint as ckpt
-from training import fsdp, int8_training, native
+from training import fsdp, native
 from training.adapt import adapt, adapted_config, differences, keep_trained, wishes
 from training.batches import open_batches, open_meta
 from training.checkpoint_manager import CheckpointManager, checkpoint_in, load_to_resume
@@ -22,14 +22,12 @@ from training.device import (
     autocast, describe_attention, device_name, keep_freed_memory, memory_use)
 from training.distributed import launch_id
 from training.flops import achieved, peak_tflops
-from training.int8_forward import train_for_int8
 from training.load_model import check_weights
 from training.loss import linear_cross_entropy
 from training.memory import choose_policy, print_memory_report
-from training.optim import load_optimizer, make_optimizer, optimizer_state
+from training.optim import load_optimizer, make_optimizer
 from training.recompute import set_recompute
 from training.update import GuardedUpdate, broken, propagate_nonfinite
-from training.z_loss import add_z_loss
 
 
 class Run:
@@ -48,8 +46,6 @@ class Run:
         self.sharded = s.parallel == 'fsdp' and ranks.world_size > 1
         if s.parallel == 'fsdp':  # also with one process: a resumed run may have more
             fsdp.check(s, self.dtype)
-        if s.int8_training:
-            int8_training.check(self.dtype, self.device)
         self.iter_num, self.best_val_loss = 0, torch.tensor(1e9)
         self.saved_at = -1       # iteration of the last checkpoint saved or resumed from
         self.holds_best = False  # whether that checkpoint has the best validation loss
@@ -99,14 +95,8 @@ class Run:
         set_recompute(model, policy)
         model.loss_fn = linear_cross_entropy if s.chunked_loss else None
         model.attention_backend = s.attention_backend
-        if s.int8_training:
-            int8_training.train_in_int8(model)
-        if s.int8_forward:
-            train_for_int8(model)
-            print('rounding the weights and inputs of the blocks to int8')
         if self.sharded:
             fsdp.shard(model, ranks, self.dtype, s.compile, empty)
-        self.z_loss_scale = add_z_loss(model, s.attention_z_loss) if s.attention_z_loss else None
         print(describe_attention(model, self.dtype, model.config.dropout))
         if native.wanted(s, self.device):
             native.speed_up(model)
@@ -239,7 +229,7 @@ class Run:
     def _tensors(self):
         """Return a checkpoint's weights and optimizer, as tensors or as newly written shards."""
         if not self.sharded:
-            return {'model': self.model.state_dict(), 'optimizer': optimizer_state(self.optimizer)}
+            return {'model': self.model.state_dict(), 'optimizer': self.optimizer.state_dict()}
         # rank 0's run id is the one that is saved
         name = self.ranks.gather(ckpt.shards_name(self.manager.run, self.iter_num))[0]
         return ckpt.write_shards(self.out_dir / name, dict(self.model.named_parameters()),
@@ -305,8 +295,6 @@ class Run:
         iterations were all skipped."""
         self.trained.train()
         n = self.s.gradient_accumulation_steps // self.ranks.world_size
-        if self.z_loss_scale is not None:
-            self.z_loss_scale.copy_(self.scaler.scale(self.update.one) / n)
         for k in range(n):
             self._sync_gradients(k == n - 1)
             with self.autocast:

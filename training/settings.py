@@ -10,8 +10,7 @@ from data.tokenfiles import is_prepared
 from kv.plan import plan_kv
 from training.checkpoint_manager import checkpoint_in
 from training.device import check_seed
-from training.int8_training import int8_linear
-from training.optim import check_optimizer, cooldown
+from training.optim import cooldown
 
 
 def check_settings(s, data_root: Path) -> None:
@@ -24,7 +23,7 @@ def check_settings(s, data_root: Path) -> None:
     at_least(s, batch_size=1, gradient_accumulation_steps=1, eval_interval=1, log_interval=1,
              eval_iters=1, keep_checkpoints=1, max_skipped=1, max_iters=0, warmup_iters=0,
              grad_clip=0, weight_decay=0, learning_rate=0, min_lr=0, checkpoint_interval=0,
-             cooldown_iters=0, data_prefetch=0, attention_z_loss=0)
+             cooldown_iters=0, data_prefetch=0)
     if s.lr_schedule == 'wsd' and s.decay_lr and s.warmup_iters + cooldown(s) > s.lr_decay_iters:
         raise UserError(f'warmup_iters={s.warmup_iters} and cooldown_iters={cooldown(s)} are more '
                         f'than lr_decay_iters={s.lr_decay_iters}')
@@ -39,12 +38,6 @@ def check_settings(s, data_root: Path) -> None:
                         'know: give --compile=False')
     if s.data_prefetch > 64:
         raise UserError(f'data_prefetch={s.data_prefetch}: at most 64 batches ahead')
-    check_optimizer(s)
-    if s.int8_training and s.int8_forward:
-        raise UserError('int8_training=True and int8_forward=True round the same matmuls in two '
-                        'ways: leave one out')
-    if s.int8_training:
-        int8_linear()
     for seed in (s.seed, s.data_seed) if s.data_seed >= 0 else (s.seed,):
         check_seed(seed)
     if s.init_from == 'scratch':

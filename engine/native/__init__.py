@@ -95,8 +95,7 @@ class Layer(ctypes.Structure):
 class Model(ctypes.Structure):
     _fields_ = [*_fields('layers slots wte wpe ln_f ln_f_bias'), ('lm_head', Linear),
                 *_fields(int64='n_layer n_slot n_embd n_head head_dim',
-                         int32='wte_dtype wpe_dtype activation round_kv'),
-                ('act_clamp', ctypes.c_float)]
+                         int32='wte_dtype wpe_dtype activation round_kv')]
 
 
 class Step(ctypes.Structure):

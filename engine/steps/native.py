@@ -154,8 +154,7 @@ class NativeDecode:
             self._linear(model.lm_head), len(plan.layers), len(plan.slots), model.config.n_embd,
             plan.n_head, plan.head_dim, STORED[model.dtype], STORED[model.dtype],
             ACTIVATIONS[model.config.gelu],
-            model.config.kv_quant_train == 'int8' and cache.kv_dtype != 'int8',
-            model.config.act_clamp)
+            model.config.kv_quant_train == 'int8' and cache.kv_dtype != 'int8')
 
     def _layer(self, model, layer, block) -> native.Layer:
         attn, cos, sin = block.attn, None, None

@@ -3,9 +3,8 @@ import torch
 from torch import nn
 
 from config.errors import UserError
+from engine.weights.int8_rows import CUDA_MULTIPLE
 from engine.weights.quantized import Int4Linear, Int8Linear, QuantizedLinear, quantize
-from kv.int8_rows import CUDA_MULTIPLE
-from kv.parts import tensor_nbytes
 from model import GPT
 
 INT4_GROUP = 32
@@ -51,7 +50,7 @@ def n_parameters(config) -> int:
 
 def weight_bytes(model) -> int:
     """Bytes of all parameters and buffers."""
-    return sum(map(tensor_nbytes, stored_tensors(model)))
+    return sum(x.nbytes for x in stored_tensors(model))
 
 
 def stored_tensors(model) -> list:

@@ -212,6 +212,19 @@ def test_keys_and_choices_of_another_program_in_a_file_are_passed_over(file):
         assert "'scrach'" in refused(file("init_from = 'scrach'"), program=program)
 
 
+@pytest.mark.parametrize('name, value, said', [
+    ('act_clamp', 1.5, 'act_clamp'),
+    ('attention_z_loss', 0.1, 'attention_z_loss'),
+    ('int8_forward', True, 'int8_forward'),
+    ('int8_training', True, 'int8_training'),
+    ('offload_optimizer', True, 'offload_optimizer'),
+    ('optimizer', 'adamw8bit', "optimizer='adamw8bit'"),
+])
+def test_a_removed_setting_names_the_commit(file, name, value, said):
+    for given in (f'--{name}={value}', file(f'{name} = {value!r}')):
+        assert f'{said} was removed; commit 461914ad has it' in refused(given)
+
+
 # -- what is printed -------------------------------------------------------------------------------
 
 def test_overrides_are_echoed_in_nanogpts_words(file, capsys):

@@ -166,26 +166,6 @@ def test_the_embedding_is_the_output_layers_matrix(native_on):
     assert (head.T - rows).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize('dtype', ['int8', 'int4'])
-def test_quantized_layers_clamp_their_inputs_too(native_on, dtype):
-    clamped, plain = (model_with(act_clamp=clamp) for clamp in (0.5, 0))
-    x = 3 * torch.randn(5, 64)
-    for model in (plain, clamped):
-        quantize_weights(model, dtype, 16)
-    layer, unclamped = (model.transformer.h[2].mlp.c_fc for model in (clamped, plain))
-    assert torch.equal(layer(x), unclamped(x.clamp(-0.5, 0.5)))
-    assert not torch.equal(layer(x), unclamped(x))
-
-
-def test_a_compiled_mlp_clamps_its_inputs():
-    model, x = model_with(act_clamp=0.5), 3 * torch.randn(5, 64)
-    mlp = model.transformer.h[0].mlp
-    with torch.no_grad():
-        expected = mlp(x)
-        mlp.compile(backend='eager', fullgraph=True)
-        assert torch.allclose(mlp(x), expected)
-
-
 def test_mlps_alone_are_compiled(monkeypatch):
     model, compiled = model_with(), []
     monkeypatch.setattr(torch.nn.Module, 'compile', lambda self: compiled.append(self))

@@ -101,8 +101,6 @@ class Reference:
         self.n_kv_head = config.n_kv_head or config.n_head
 
     def linear(self, x, name):
-        limit = self.config.act_clamp or math.inf
-        x = torch.maximum(torch.minimum(x, torch.tensor(limit)), torch.tensor(-limit))
         y = x @ self.state[name + '.weight'].T
         return y + self.state.get(name + '.bias', 0)
 

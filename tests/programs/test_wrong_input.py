@@ -3,7 +3,6 @@
 What only one room can refuse is tested there, without a program.
 """
 import io
-import math
 import os
 import pickle
 import shutil
@@ -84,7 +83,7 @@ TRAIN = [
         batch_size=0, block_size=-16, gradient_accumulation_steps=0, eval_interval=0,
         checkpoint_interval=-1, keep_checkpoints=0, max_skipped=0, max_iters=-1, beta1=1.0,
         seed=2 ** 64, dropout=1.0, data_prefetch=65, muon_momentum=1.0,
-        cooldown_iters=-1, attention_z_loss=-0.1),
+        cooldown_iters=-1),
     (dict(data_seed=2 ** 70), [2 ** 70]),
     (dict(batch_sise=3), ["'batch_sise'", "'batch_size'"]),
     (dict(resume_from=''), ["resume_from=''", 'file in out_dir']),
@@ -108,11 +107,8 @@ TRAIN = [
     (dict(pos_embedding='rope', rope_theta=0.0), ['rope_theta=0.0']),
     (dict(dataset='recall', data_order='shuffled', block_size=20, recall_task='distances=3'),
      ['makes its sequences']),
-    (dict(optimizer='muon', offload_optimizer=True), ["goes with optimizer='adamw'"]),
     (dict(lr_schedule='wsd', cooldown_iters=19),
      ['cooldown_iters=19 are more than lr_decay_iters=20']),
-    (dict(attention_z_loss=math.nan), ['attention_z_loss']),
-    (dict(int8_training=True, int8_forward=True), ['int8_training=True and int8_forward=True']),
     (dict(recompute='offload', compile=True),
      ["recompute='offload'", 'torch.compile', '--compile=False']),
     (dict(checkpoint_blocks=True, recompute='mlp'),

@@ -28,7 +28,7 @@ SHAPES = {'vanilla': SHAPE, 'full': FULL, 'heads of 24': dict(FULL, head_dim=24)
           'gqa': dict(SHAPE, n_kv_head=2, layer_pattern='LG', window_size=20, pos_embedding='rope',
                       rope_theta_global=1e5, gelu='tanh', mlp_hidden=320, attn_gate=True),
           'tied': dict(FULL, kv_tied='all', n_kv_head=2, attn_sink=True, gelu='relu2',
-                       act_clamp=2.5, rope_fraction_global=0.3, bias=True),
+                       rope_fraction_global=0.3, bias=True),
           'tied global': dict(FULL, kv_tied='global', attn_sink=True, rope_fraction_global=0.0),
           'latents': dict(FULL, kv_latent=64, attn_sink=True, rope_fraction_global=0.0, bias=True)}
 

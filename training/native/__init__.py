@@ -78,14 +78,14 @@ def training_dtype(s, device: torch.device) -> torch.dtype:
 
 
 def speed_up(model) -> None:
-    """Let a GPT train with the extension, in place. Call it once `loss_fn` is set, and after
-    `training.z_loss.add_z_loss`, which needs all scores. Attention stays torch's in a model with a
-    setting that is not known here: it may change which keys a query sees."""
+    """Let a GPT train with the extension, in place. Call it once `loss_fn` is set. Attention
+    stays torch's in a model with a setting that is not known here: it may change which keys a query
+    sees."""
     known = not unknown_field(model.config, 'fast')
     for block in model.transformer.h:
         if block.attn.norm_and_rotate is norm_and_rotate:
             block.attn.norm_and_rotate = normed_and_rotated
-        if block.attn.attend is causal_attention and known:
+        if known:
             block.attn.attend = attend
         if type(block.mlp.gelu) is nn.GELU:
             block.mlp.gelu.__class__ = GELU
