@@ -52,10 +52,7 @@ class Chat:
                                      stop=(self.dialogue.template.end,))
         budget = parse_bytes(s.prefix_budget, 'prefix_budget')
         self.engine = Engine(model, 1, max_seq_len, s.kv_dtype, tokenizer=tokenizer,
-                             captured=s.captured, prefix_budget=budget,
-                             prefix_folder=s.prefix_folder,
-                             prefix_disk_budget=parse_bytes(s.prefix_disk_budget,
-                                                            'prefix_disk_budget'))
+                             captured=s.captured, prefix_budget=budget)
         self.replies, self.ttft = 0, []
 
     def reply(self) -> None:
@@ -216,10 +213,7 @@ def main(argv=None):
         chat.show(chat.dialogue.turns[-2:])
     print(f'(up to {chat.engine.cache.max_seq_len:,} tokens of the conversation are given to the '
           'model; /help lists what you can do)')
-    try:
-        talk(chat)
-    finally:
-        chat.engine.close()
+    talk(chat)
 
 
 if __name__ == '__main__':

@@ -176,8 +176,6 @@ CHAT = TALKING + _keys(
      'or up to 32 times that (at most 8,192) with RoPE and local layers'),
 ) + KV_DTYPE + _keys(
     ('prefix_budget', '256MB', 'host memory for the K/V of earlier turns'),
-    ('prefix_folder', '', "folder that keeps these K/V between runs; '' = recompute them"),
-    ('prefix_disk_budget', '10GB', 'disk space for prefix_folder, files of other models included'),
 ) + RUNNING
 
 SERVE = TALKING + _keys(
@@ -203,10 +201,8 @@ SERVE = TALKING + _keys(
     ('kv_budget', '', "KV memory, as '1GB'; '' = all rows at full length, but at most half of the "
      "machine's memory"),
     ('prefix_budget', '256MB', "host memory for the prefix cache; '' = no prefix cache"),
-    ('prefix_folder', '', "folder that keeps the prefix cache between runs; '' = none"),
     ('shared_prefix', False, "with API keys: requests of different keys reuse each other's "
      'prompts, and can find out what these are'),
-    ('prefix_disk_budget', '10GB', 'disk space for prefix_folder, files of other models included'),
 ) + RUNNING
 
 EVALUATE = SOURCE + _keys(
