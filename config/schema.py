@@ -142,8 +142,8 @@ SOURCE = _keys(
 ) + RUN
 SAMPLE = SOURCE + _keys(
     ('start', '\n', "prompt, or 'FILE:path' of a text file that holds it"),
-    ('prompts', '', 'file of prompts: one a line, or in a .jsonl file one JSON string or object a '
-     'line ({"prompt": "To be", "id": 7, "temperature": 0.5}); answers are JSON lines on stdout'),
+    ('prompts', '', 'file of prompts: one a line, or in a .jsonl file one JSON string or object '
+     '({"prompt": "To be"}) a line; answers are JSON lines on stdout'),
     ('num_samples', 10, 'samples per prompt (with prompts: 1, if not given)'),
     ('parallel', 1, 'samples decoded in one batch (with prompts: up to 16, if not given)'),
     ('max_new_tokens', 500, 'tokens to generate per sample'),

@@ -46,8 +46,8 @@ HF_CONFIG = {'model_type': 'nanokv', 'nanokv': model_args(CONFIG),
              'nanokv_source': {'dataset': 'none', 'tokens': ''}}
 TOKENIZER_JSON = {'model': {'type': 'WordLevel', 'vocab': META['stoi']},
                   'added_tokens': [{'id': 8, 'content': '<|endoftext|>'}]}
-CHAT = {'version': 1, 'turn': '{name}{text}a', 'branch': 'main', 'trimmed': {'main': 0},
-        'branches': {'main': [{'name': 'b', 'text': 'c', 'ids': [1, 2, 0]}]}}
+CHAT = {'version': 2, 'turn': '{name}{text}a', 'trimmed': 0,
+        'turns': [{'name': 'b', 'text': 'c', 'ids': [1, 2, 0]}]}
 
 
 def doubled(value, levels: int):
@@ -220,8 +220,8 @@ def repeated_weights():
     ('tokenizer.json', replaced(TOKENIZER_JSON, ('model', 'vocab', 'b'), 100), 'ids up to 100'),
     *(('config.json', replaced(HF_CONFIG, ('nanokv', 'n_layer'), n), 'n_layer')
       for n in (9_999, 10 ** 9)),
-    ('chat.json', replaced(CHAT, ('branches', 'main', 0, 'ids'), [-1]), 'other tokens'),
-    ('chat.json', replaced(CHAT, ('branches', 'main', 0, 'ids'), [float('inf')]), 'infinity'),
+    ('chat.json', replaced(CHAT, ('turns', 0, 'ids'), [-1]), 'other tokens'),
+    ('chat.json', replaced(CHAT, ('turns', 0, 'ids'), [float('inf')]), 'infinity'),
 ], ids=lambda x: None if isinstance(x, dict) else x)
 def test_small_files_that_hang_or_exhaust(tmp_path, name, document, words):
     write(tmp_path, name, document)
