@@ -126,8 +126,8 @@ def show_many(f: dict) -> None:
 
 def _answer(line: PromptLine, k: int, seed: int, completion: Completion) -> dict:
     answer = {
-        'line': line.line_number, 'sample': k, 'prompt': line.prompt or None, 'text': completion.text,
-        'finish_reason': completion.finish_reason,
+        'line': line.line_number, 'sample': k, 'prompt': line.prompt or None,
+        'text': completion.text, 'finish_reason': completion.finish_reason,
         'prompt_tokens': len(completion.prompt_tokens), 'tokens': len(completion.tokens)}
     if completion.error:
         where = '' if completion.error.startswith(line.where) else f'{line.where}: '

@@ -20,7 +20,7 @@ from kv.plan import LOCAL, KVPlan, Slot
 
 PROMPT, GENERATED, NEWEST, NEXT, EMPTY = '░▓█›·'
 STYLES = {PROMPT: 'cyan', GENERATED: 'green', NEWEST: 'yellow', NEXT: 'yellow', EMPTY: 'dim'}
-LEGEND = f'{PROMPT} prompt  {GENERATED} generated  {NEWEST} newest  {NEXT} next write  {EMPTY} empty'
+LEGEND = f'{PROMPT} prompt  {GENERATED} generated  {NEWEST} newest  {NEXT} next  {EMPTY} empty'
 INTERVAL = 0.05        # seconds between frames, at least
 
 
