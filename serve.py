@@ -76,8 +76,7 @@ def make_service(s, model, tokenizer, dataset: str):
     prefix_budget = parse_bytes(s.prefix_budget, 'prefix_budget') if s.prefix_budget else 0
     engine = Engine(model, s.parallel, max_seq_len, s.kv_dtype, kv_budget=budget,
                     tokenizer=tokenizer, captured=s.captured, prefix_budget=prefix_budget,
-                    prefix_folder=s.prefix_folder, slowdown=SLOWDOWN,
-                    prefix_disk_budget=parse_bytes(s.prefix_disk_budget, 'prefix_disk_budget'))
+                    slowdown=SLOWDOWN)
     table = engine.cache.table
     positions = min(engine.cache.max_seq_len, table.n_pages * table.page_size)
     source, created = Path(s.init_from), time.time()

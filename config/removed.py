@@ -3,7 +3,7 @@
 COMMIT = '461914ad'  # the last one that has them
 KEYS = (  # names of settings
     'act_clamp', 'attention_z_loss', 'int8_forward', 'int8_training', 'kv_stride',
-    'offload_optimizer',
+    'offload_optimizer', 'prefix_disk_budget', 'prefix_folder',
 )
 VALUES = {  # name of a setting that stays -> values that it no longer takes
     'optimizer': ('adamw8bit',),

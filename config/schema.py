@@ -136,8 +136,8 @@ SOURCE = _keys(
 ) + RUN
 SAMPLE = SOURCE + _keys(
     ('start', '\n', "prompt, or 'FILE:path' of a text file that holds it"),
-    ('prompts', '', 'file of prompts: one a line, or in a .jsonl file one JSON string or object a '
-     'line ({"prompt": "To be", "id": 7, "temperature": 0.5}); answers are JSON lines on stdout'),
+    ('prompts', '', 'file of prompts: one a line, or in a .jsonl file one JSON string or object '
+     '({"prompt": "To be"}) a line; answers are JSON lines on stdout'),
     ('num_samples', 10, 'samples per prompt (with prompts: 1, if not given)'),
     ('parallel', 1, 'samples decoded in one batch (with prompts: up to 16, if not given)'),
     ('max_new_tokens', 500, 'tokens to generate per sample'),
@@ -170,8 +170,6 @@ CHAT = TALKING + _keys(
      'or up to 32 times that (at most 8,192) with RoPE and local layers'),
 ) + KV_DTYPE + _keys(
     ('prefix_budget', '256MB', 'host memory for the K/V of earlier turns'),
-    ('prefix_folder', '', "folder that keeps these K/V between runs; '' = recompute them"),
-    ('prefix_disk_budget', '10GB', 'disk space for prefix_folder, files of other models included'),
 ) + RUNNING
 
 SERVE = TALKING + _keys(
@@ -197,10 +195,8 @@ SERVE = TALKING + _keys(
     ('kv_budget', '', "KV memory, as '1GB'; '' = all rows at full length, but at most half of the "
      "machine's memory"),
     ('prefix_budget', '256MB', "host memory for the prefix cache; '' = no prefix cache"),
-    ('prefix_folder', '', "folder that keeps the prefix cache between runs; '' = none"),
     ('shared_prefix', False, "with API keys: requests of different keys reuse each other's "
      'prompts, and can find out what these are'),
-    ('prefix_disk_budget', '10GB', 'disk space for prefix_folder, files of other models included'),
 ) + RUNNING
 
 EVALUATE = SOURCE + _keys(

@@ -97,8 +97,7 @@ class Server(uvicorn.Server):
         self.worker.drain(self.grace)
         await super().shutdown(sockets)
         end = time.monotonic() + CLOSE_TIMEOUT  # the process may end when this method returns
-        while self.worker.is_alive() and not self.force_exit and (
-                self.worker.saving or time.monotonic() < end):
+        while self.worker.is_alive() and not self.force_exit and time.monotonic() < end:
             await asyncio.sleep(0.02)
         if self.request_log:
             self.request_log.close(1.0)

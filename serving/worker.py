@@ -47,9 +47,8 @@ class Choice:
 class Worker(threading.Thread):
     """The thread that runs an engine. Nothing else may use the engine once it has started.
 
-    engine: closed by the thread at its end. max_waiting: choices that may wait, not counting those
-    in the engine's rows; a client's, at most three quarters of that. saving: all requests have
-    ended; the prefix cache is being written.
+    max_waiting: choices that may wait, not counting those in the engine's rows; a client's, at most
+    three quarters of that.
     """
 
     def __init__(self, engine, max_waiting: int, metrics):
@@ -57,7 +56,6 @@ class Worker(threading.Thread):
         self.engine, self.metrics = engine, metrics
         self.max_choices = engine.cache.batch_size + max_waiting
         self.max_client_choices = most_choices(engine.cache.batch_size, max_waiting)
-        self.saving = False
         # guarded by the condition
         self._condition = threading.Condition()
         self._commands = []     # (method, ticket)
@@ -116,14 +114,7 @@ class Worker(threading.Thread):
             while self._process_commands():
                 self._step()
         finally:  # after a crash too: no client may wait forever
-            try:
-                self._fail_remaining()
-            finally:
-                self.saving = True
-                try:
-                    self.engine.close()
-                except Exception:
-                    log.exception('the prefix cache could not be saved')
+            self._fail_remaining()
 
     def _fail_remaining(self):
         with self._condition:

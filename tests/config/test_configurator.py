@@ -7,6 +7,7 @@ import pytest
 
 import configurator
 from config.errors import UserError
+from config.removed import COMMIT
 from config.schema import PROGRAMS
 from training.checkpoint import config_of
 
@@ -322,3 +323,11 @@ def test_run_program_shows_warnings_as_one_line_without_their_source():
             "configurator.run_program(lambda: warnings.warn('two\\nlines', stacklevel=1))")
     done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, 'warning: two lines\n')
+
+
+@pytest.mark.parametrize('program, setting', [
+    ('serve', 'prefix_folder=prefixes'), ('chat', 'prefix_disk_budget=1GB')])
+def test_a_removed_setting_names_the_commit(file, program, setting):
+    name, _, value = setting.partition('=')
+    for given in (f'--{setting}', file(f'{name} = {value!r}')):
+        assert f'{name} was removed; commit {COMMIT} has it' in refused(given, program=program)

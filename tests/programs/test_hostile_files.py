@@ -9,7 +9,6 @@ import sys
 import time
 import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ from configurator import run_program
 from data.tokenfiles import read_meta
 from data.tokenizer import CharTokenizer
 from engine.text.dialogue import Dialogue, Template
-from engine.prefix.disk import DiskTier
 from interop.huggingface import from_pretrained
 from interop.load import tokenizer_of
 from interop.tokenizer_files import tokenizer_in
@@ -48,8 +46,8 @@ HF_CONFIG = {'model_type': 'nanokv', 'nanokv': model_args(CONFIG),
              'nanokv_source': {'dataset': 'none', 'tokens': ''}}
 TOKENIZER_JSON = {'model': {'type': 'WordLevel', 'vocab': META['stoi']},
                   'added_tokens': [{'id': 8, 'content': '<|endoftext|>'}]}
-CHAT = {'version': 1, 'turn': '{name}{text}a', 'branch': 'main', 'trimmed': {'main': 0},
-        'branches': {'main': [{'name': 'b', 'text': 'c', 'ids': [1, 2, 0]}]}}
+CHAT = {'version': 2, 'turn': '{name}{text}a', 'trimmed': 0,
+        'turns': [{'name': 'b', 'text': 'c', 'ids': [1, 2, 0]}]}
 
 
 def doubled(value, levels: int):
@@ -222,8 +220,8 @@ def repeated_weights():
     ('tokenizer.json', replaced(TOKENIZER_JSON, ('model', 'vocab', 'b'), 100), 'ids up to 100'),
     *(('config.json', replaced(HF_CONFIG, ('nanokv', 'n_layer'), n), 'n_layer')
       for n in (9_999, 10 ** 9)),
-    ('chat.json', replaced(CHAT, ('branches', 'main', 0, 'ids'), [-1]), 'other tokens'),
-    ('chat.json', replaced(CHAT, ('branches', 'main', 0, 'ids'), [float('inf')]), 'infinity'),
+    ('chat.json', replaced(CHAT, ('turns', 0, 'ids'), [-1]), 'other tokens'),
+    ('chat.json', replaced(CHAT, ('turns', 0, 'ids'), [float('inf')]), 'infinity'),
 ], ids=lambda x: None if isinstance(x, dict) else x)
 def test_small_files_that_hang_or_exhaust(tmp_path, name, document, words):
     write(tmp_path, name, document)
@@ -343,20 +341,6 @@ def test_a_fifo_is_refused(tmp_path, opened, name):
     os.mkfifo(tmp_path / name)
     message = limited(lambda folder: outcome(folder, opened), tmp_path)
     assert 'regular' in message if shards else name in message
-
-
-def test_prefix_files_that_are_none_count_as_missing(tmp_path):
-    tier = DiskTier(tmp_path, 'f' * 64, 2 ** 20)
-    key = bytes(16)
-    os.mkfifo(tier.folder / f'{key.hex()}.safetensors')
-    (tier.folder / f'{bytes([1] * 16).hex()}.safetensors').write_bytes(b'\xff' * 100)
-
-    def read(folder):
-        again = DiskTier(folder, 'f' * 64, 2 ** 20)
-        blocks = [SimpleNamespace(key=bytes([n] * 16), tokens=b'', parent=SimpleNamespace(key=b''))
-                  for n in (0, 1)]
-        return [again.read(block) for block in blocks]
-    assert limited(read, tmp_path) == [None, None]
 
 
 # -- through the programs --------------------------------------------------------------------------

@@ -219,7 +219,7 @@ def test_in_a_terminal_lanes_are_drawn_and_each_text_is_printed(capsys, data_roo
     plain = samples_in(run_sample(capsys, **settings, native=False, report=False))
     status, out = watched(data_root, *flags(settings), '--parallel=2')
     visible = ESCAPE.sub('', out)
-    totals = r'tokens/s;\s+past\s+block_size:\s+recomputed'
+    totals = r'vanilla GPT-2: [\d.]+ .?B, [\d.]+x'
     assert status == 0 and len(plain) == 2
     for text in plain:
         assert re.search(totals + re.escape(f'\n{text}\n{RULE}\n'), visible)
