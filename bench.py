@@ -25,14 +25,13 @@ more.
     python bench.py $GPT2 --mode=recompute --contexts=1024 --against=vanilla
     python bench.py $GPT2 --mode=lengths --contexts=1024,8192 --against=vanilla
     python bench.py $GPT2 --mode=kernels --batch_sizes=256 --contexts=8192              # on CUDA
-    python bench.py $GPT2 --mode=chat --contexts=1024,8192 --kv_dtype=int8
     python bench.py --help
 
 train: forward, backward and AdamW update of one batch, without dropout. decode: time per output
 token (TPOT), greedy, from caches that hold `contexts` tokens, and bytes stored and read. prefill:
 time to first token (TTFT). serve: requests of different lengths, continuous batching against
 static. recompute, lengths: training steps by recomputation policy, by length of the sequences.
-chat: conversations that reuse a prefix cache. kernels: only attention and the K/V write, on CUDA.
+kernels: only attention and the K/V write, on CUDA.
 Each is a module of lab/benchmarks/. Weights are random, in the settings' shape. Compared models are
 interleaved; ratios are medians over pairs of rounds. With --json=True the last line of output is
 a JSON document; `python -m lab.benchmarks.table` makes a page from saved documents.

@@ -1,8 +1,9 @@
 """Settings that earlier versions had: an old flag, config file or checkpoint gets an answer."""
 
 COMMIT = '461914ad'  # the last one that has them
-KEYS = ()            # names of settings
-VALUES = {}          # name of a setting that stays -> values that it no longer takes
+KEYS = ('page_sizes',)  # names of settings
+# name of a setting that stays -> values that it no longer takes
+VALUES = {'mode': ('chat',)}
 
 
 def removed(name: str, value=None) -> str:

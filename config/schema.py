@@ -255,8 +255,8 @@ BENCH = _keys(
     ('mode', 'train', "what to time: 'train' (whole steps), 'decode' (tokens from a filled cache), "
      "'prefill' (time to first token), 'serve' (continuous against static batching), 'recompute' "
      "(training steps by policy), 'lengths' (training steps by length), 'kernels' (attention and "
-     "K/V write, CUDA), 'chat' (conversations with a prefix cache)",
-     ('train', 'decode', 'prefill', 'serve', 'recompute', 'lengths', 'kernels', 'chat')),
+     "K/V write, CUDA)",
+     ('train', 'decode', 'prefill', 'serve', 'recompute', 'lengths', 'kernels')),
     ('against', '', "baseline, timed interleaved: 'vanilla' (GPT-2's KV cache, our code; decode, "
      "prefill, recompute, lengths); in mode decode also 'vanilla_float32', 'float32_kv' (same "
      "model, float32 cache) or, on the same vanilla weights, 'hf', 'nanogpt' or 'llama.cpp'; in "
@@ -273,8 +273,7 @@ BENCH = _keys(
 ) + KV_DTYPE + _keys(
     ('prefill_chunk', 0, "mode prefill: tokens per chunk; 0 = one chunk (serve: the engine's)"),
     ('requests', 64, 'mode serve: number of requests'),
-    ('message', 20, 'mode chat, and prefill against vllm: tokens of the timed message'),
-    ('page_sizes', '64', 'mode chat: positions per page of the prefix cache'),
+    ('message', 20, 'prefill against vllm: tokens of the timed message'),
     ('output_lengths', '16,256', 'mode serve: shortest and longest output (log-uniform)'),
     ('budget', '', "mode decode: KV memory to fill, as '1GB'; replaces batch_sizes"),
     ('policies', 'none,selective,mlp,block,sqrt', 'mode recompute: policies to compare'),

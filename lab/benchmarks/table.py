@@ -22,7 +22,7 @@ names the command that made it. In a run all sides are interleaved; ratios are m
 rounds, with the smallest and the largest. B: sequences; W: the window of local layers; TTFT and
 TPOT: times to the first and per further output token.
 '''
-LEFT = ('side', 'model', 'policy', 'kept', 'state', 'equal rows', 'equal texts')
+LEFT = ('side', 'model', 'policy', 'state', 'equal rows', 'equal texts')
 PEER_FACTS = ('llama.cpp K/V', 'llama.cpp processor', 'ctranslate2 arithmetic')
 WITHOUT_CACHE = ('lengths', 'recompute', 'kernels')  # modes
 
@@ -94,14 +94,6 @@ TABLES = {
             'share, %': '{share:.0f/.01}', 'error': '{error:.0e}', 'failed': '{failed}'}),
         ('QK-norm, RoPE, int8 and write, one token a row', 'write',
          SIDE | {'us': '{ms:,.1f/.001}'})],
-    'chat': [
-        ('bytes kept of one dialogue, everything included, against vanilla GPT-2 in bfloat16',
-         'bytes', {
-            'page': '{page_size}', 'kept': '{kept}', 'tokens': '{tokens:,}',
-            'messages': '{messages}', 'MB': '{held_nbytes:,.2f/1e6}',
-            'vanilla, MB': '{vanilla_nbytes:,.2f/1e6}', 'smaller, x': '{smaller:.1f}'}),
-        ('time to the first token of a message of {message} tokens, median (min-max)', 'cells', {
-            'past': '{context:,}', 'side': '{side}', 'TTFT, ms': '{ttft_ms:,.1f}'} | FASTER_TTFT)],
 }
 
 
@@ -125,9 +117,6 @@ class Column(string.Formatter):
 
 def rows_of(document: dict, source: str) -> list[dict]:
     """The rows of a table: one for each side of each cell, with the ratios of that side only."""
-    if source == 'bytes':
-        return [row | {'kept': 'anchors' if row['compact'] else 'all positions'}
-                for row in document['bytes']]
     rows = []
     for cell in document['cells' if source == 'capacity' else source]:
         sides = cell.get('capacity', {}) if source == 'capacity' else cell['sides']

@@ -60,7 +60,6 @@ full against-vllm-bfloat16 serve $vllm --dtype=bfloat16
 full against-vllm-prefill prefill --against=vllm --contexts=1024,4096,8192 $int8
 full against-vllm-prefill-bfloat16 prefill --against=vllm --contexts=1024,4096,8192 --dtype=bfloat16
 full serve serve --batch_sizes=16 --contexts=64
-full chat chat --contexts=1024,8192 --kv_dtype=int8 --page_sizes=16,64
 }
 
 "$PYTHON" -X utf8 -m lab.benchmarks.table "${files[@]}" > results/cpu/README.md

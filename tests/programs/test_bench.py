@@ -247,15 +247,3 @@ def test_policies_side_by_side(capsys, monkeypatch):
         assert side['gradient_difference'] < 1e-6 and len(side['step_ms']['each']) == 5
     peaks = [sides[name]['memory']['loss_peak'] for name in ('none', 'whole logits')]
     assert 0 < cell['loss_saved'] == pytest.approx(1 - peaks[0] / peaks[1])
-
-
-def test_conversations(capsys, tmp_path):
-    found, lines = run_bench(capsys, SMALL, mode='chat', contexts='64,128', message=5,
-                             page_sizes='4,8', save=tmp_path / 'chat.json')
-    kept, compact, *_ = found['bytes']
-    n = compact['tokens']
-    assert compact['held_nbytes'] < kept['held_nbytes'] and n == kept['tokens'] > 100
-    assert compact['vanilla_nbytes'] == PLAN.vanilla().nbytes(1, n, 'bfloat16')
-    assert [(c['context'], c['n_cached']) for c in found['cells']] == [(64, 64), (128, 128)]
-    assert all(cell['sides']['ours']['ttft_ms']['median'] > 0 for cell in found['cells'])
-    assert any('without a store' in line for line in lines)

@@ -182,8 +182,6 @@ BENCH = [
     (dict(mode='decode', save='nowhere/a.json'), ["save='nowhere/a.json'"]),
     (dict(mode='decode', save='.'), ["save='.'", 'folder']),
     (dict(mode='prefill', contexts='8,33'), ['33', 'block_size=32']),
-    (dict(MEMORY_OF_FULL_STACK, mode='chat', contexts='100'), ["contexts='100'"]),
-    (dict(MEMORY_OF_FULL_STACK, mode='chat', page_sizes='x'), ["page_sizes='x'"]),
     (dict(mode='recompute', policies='none,blocks'), ["'blocks'", "'every:K'"]),
     (dict(mode='lengths', recompute='every:3'), ["'every:3'", 'n_layer=2']),
     (dict(mode='lengths', compile=True), ['compile=True']),
