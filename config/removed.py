@@ -3,7 +3,7 @@
 COMMIT = '461914ad'  # the last one that has them
 KEYS = ('page_sizes',)  # names of settings
 # name of a setting that stays -> values that it no longer takes
-VALUES = {'mode': ('chat',)}
+VALUES = {'mode': ('chat', 'lengths'), 'against': ('hf', 'llama.cpp')}
 
 
 def removed(name: str, value=None) -> str:

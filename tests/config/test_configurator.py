@@ -254,7 +254,8 @@ def test_nanogpts_keys_keep_their_defaults(program, keys):
 
 
 @pytest.mark.parametrize('program, given', [
-    ('bench', 'page_sizes=16'), ('bench', 'mode=chat')])
+    ('bench', 'page_sizes=16'), ('bench', 'mode=chat'), ('bench', 'mode=lengths'),
+    ('bench', 'against=hf'), ('bench', 'against=llama.cpp')])
 def test_a_removed_setting_names_the_commit(program, given):
     with pytest.raises(UserError, match=f'{given.partition("=")[0]}.* was removed; commit 461914ad'):
         parse(f'--{given}', program=program)

@@ -172,9 +172,9 @@ BENCH = [
     (dict(mode='decode', batch_sizes='0'), ["batch_sizes='0'", 'at least 1']),
     (dict(mode='decode', contexts='8,30'), ['33', 'block_size=32']),
     (dict(mode='decode', budget='100'), ['budget=100', '12 tokens']),
-    (dict(mode='decode', kv_dtype='int8', against='hf'), ["kv_dtype='int8'", "against='hf'"]),
-    (dict(mode='decode', against='nanogpt'), ["nanogpt=''", 'model.py']),
-    (dict(mode='decode', against='nanogpt', nanogpt='nowhere'), ["nanogpt='nowhere'"]),
+    (dict(mode='decode', against='nanogpt'), ["against='nanogpt'", "'float32_kv'"]),
+    (dict(mode='train', against='nanogpt'), ["nanogpt=''", 'model.py']),
+    (dict(mode='train', against='nanogpt', nanogpt='nowhere'), ["nanogpt='nowhere'"]),
     (dict(mode='decode', nanogpt='x'), ["nanogpt='x'", "against='nanogpt'"]),
     (dict(mode='prefill', budget='1GB'), ["budget='1GB'", "mode='decode'"]),
     (dict(mode='train', against='nanogpt', profile=True), ['profile=True', 'without against']),
@@ -183,8 +183,8 @@ BENCH = [
     (dict(mode='decode', save='.'), ["save='.'", 'folder']),
     (dict(mode='prefill', contexts='8,33'), ['33', 'block_size=32']),
     (dict(mode='recompute', policies='none,blocks'), ["'blocks'", "'every:K'"]),
-    (dict(mode='lengths', recompute='every:3'), ["'every:3'", 'n_layer=2']),
-    (dict(mode='lengths', compile=True), ['compile=True']),
+    (dict(mode='recompute', policies='every:3'), ["'every:3'", 'n_layer=2']),
+    (dict(mode='recompute', compile=True), ['compile=True']),
 ]
 PROGRAMS = {
     'train': (train, dict(VANILLA, out_dir='new'), TRAIN),
