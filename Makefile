@@ -49,7 +49,7 @@ test-vllm: $(VLLM_VENV)/.installed  ## exported models in vLLM on a CPU, in an e
 
 # grouped queries, five local layers to a global one, K = V and a quarter of RoPE in global layers, nothing shared
 GEMMA = --n_kv_head=4 --kv_share= --share_global_kv=False --kv_tied=global --rope_fraction_global=0.25
-kv: $(VENV)/.installed-test  ## the KV bytes of GPT-2's shape, numbers and pictures, in README
+kv: $(VENV)/.installed-test  ## the KV bytes of GPT-2's shape, numbers and the drawn plan, in README
 	mkdir -p results/kv
 	report() { $(BIN)/python -m kv config/train_gpt2_mqa_local.py --budget=1GB --json=True "$$@" | tail -n 1 \
 	  | $(BIN)/python -m json.tool; }; \
