@@ -244,32 +244,26 @@ CAPACITY = _keys(
 BENCH = _keys(
     ('mode', 'train', "what to time: 'train' (whole steps), 'decode' (tokens from a filled cache), "
      "'prefill' (time to first token), 'serve' (continuous against static batching), 'recompute' "
-     "(training steps by policy), 'lengths' (training steps by length), 'kernels' (attention and "
-     "K/V write, CUDA), 'chat' (conversations with a prefix cache)",
-     ('train', 'decode', 'prefill', 'serve', 'recompute', 'lengths', 'kernels', 'chat')),
+     "(training steps by policy), 'kernels' (attention and K/V write, CUDA)",
+     ('train', 'decode', 'prefill', 'serve', 'recompute', 'kernels')),
     ('against', '', "baseline, timed interleaved: 'vanilla' (GPT-2's KV cache, our code; decode, "
-     "prefill, recompute, lengths); in mode decode also 'vanilla_float32', 'float32_kv' (same "
-     "model, float32 cache) or, on the same vanilla weights, 'hf', 'nanogpt' or 'llama.cpp'; in "
-     "train 'nanogpt'; in prefill 'untrimmed' (all tokens in all layers); in prefill and serve "
-     "'vllm'",
-     ('', 'vanilla', 'vanilla_float32', 'float32_kv', 'untrimmed', 'hf', 'nanogpt', 'llama.cpp',
-      'vllm')),
+     "prefill, recompute); in mode decode also 'vanilla_float32', 'float32_kv' (same model, float32 "
+     "cache); in train 'nanogpt'; in prefill 'untrimmed' (all tokens in all layers); in prefill and "
+     "serve 'vllm'",
+     ('', 'vanilla', 'vanilla_float32', 'float32_kv', 'untrimmed', 'nanogpt', 'vllm')),
     ('batch_sizes', '1', "all modes but train: batch sizes, as '1,4,16'"),
     ('contexts', '512', "all modes but train: tokens in the cache, as '1024,4096'; tokens of the "
-     'prompt in prefill, serve and against other programs; of the sequence in recompute, lengths '
-     'or with a budget'),
+     'prompt in prefill and serve; of the sequence in recompute or with a budget'),
     ('steps', 16, 'mode decode: tokens timed in a round'),
     ('repeats', 5, 'all modes but train and kernels: timed rounds, at least 5, after a warm-up'),
 ) + KV_DTYPE + _keys(
     ('prefill_chunk', 0, "mode prefill: tokens per chunk; 0 = one chunk (serve: the engine's)"),
     ('requests', 64, 'mode serve: number of requests'),
-    ('message', 20, 'mode chat, and prefill against vllm: tokens of the timed message'),
-    ('page_sizes', '64', 'mode chat: positions per page of the prefix cache'),
+    ('message', 20, 'prefill against vllm: tokens of the timed message'),
     ('output_lengths', '16,256', 'mode serve: shortest and longest output (log-uniform)'),
     ('budget', '', "mode decode: KV memory to fill, as '1GB'; replaces batch_sizes"),
     ('policies', 'none,selective,mlp,block,sqrt', 'mode recompute: policies to compare'),
-    ('recompute', 'none', 'mode lengths: the policy, as in train.py'),
-    ('chunked_loss', True, 'modes lengths and train (not against nanoGPT): loss in chunks'),
+    ('chunked_loss', True, 'mode train (not against nanoGPT): loss in chunks'),
     ('tune', False, 'mode kernels: also try other layouts of the decode kernel'),
     ('nanogpt', '', 'with against=nanogpt: folder of a nanoGPT checkout'),
     ('save', '', 'also write the JSON document to this file'),

@@ -28,8 +28,7 @@ from training.device import describe_attention, device_name, pick_device, pick_d
 MIN_REPEATS = 5  # the median of fewer rounds means little
 AGAINST = {  # mode -> what it can be compared with
     'train': ('nanogpt',), 'serve': ('vllm',), 'prefill': ('vanilla', 'untrimmed', 'vllm'),
-    'decode': ('vanilla', 'vanilla_float32', 'float32_kv', 'hf', 'nanogpt', 'llama.cpp'),
-    'recompute': ('vanilla',), 'lengths': ('vanilla',)}
+    'decode': ('vanilla', 'vanilla_float32', 'float32_kv'), 'recompute': ('vanilla',)}
 
 
 def check_against(s) -> None:

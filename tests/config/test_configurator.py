@@ -277,6 +277,14 @@ def test_nanogpts_keys_keep_their_defaults(program, keys):
     assert {name: getattr(parse(program=program), name) for name in keys} == keys
 
 
+@pytest.mark.parametrize('program, given', [
+    ('bench', 'page_sizes=16'), ('bench', 'mode=chat'), ('bench', 'mode=lengths'),
+    ('bench', 'against=hf'), ('bench', 'against=llama.cpp')])
+def test_a_removed_setting_names_the_commit(program, given):
+    with pytest.raises(UserError, match=f'{given.partition("=")[0]}.* was removed; commit 461914ad'):
+        parse(f'--{given}', program=program)
+
+
 # -- run_program -----------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('error, terminal, status, stderr', [

@@ -138,7 +138,6 @@ def test_the_engine_gives_the_texts_of_the_cpu(kv_dtype, asynchronous, temperatu
     dict(mode='decode', steps=4, kv_dtype='int8'),
     dict(mode='prefill'),
     dict(mode='serve', batch_sizes='2', requests=4, output_lengths='2,8'),
-    dict(mode='lengths'),
     dict(mode='recompute', policies='none,block,offload'),
     dict(mode='train', real_data=False, profile=True, device='cuda:0'),
     dict(mode='kernels', contexts='64', batch_sizes='2', tune=True)], ids=lambda s: s['mode'])
