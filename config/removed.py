@@ -1,7 +1,10 @@
 """Settings that earlier versions had: an old flag, config file or checkpoint gets an answer."""
 
 COMMIT = '461914ad'  # the last one that has them
-KEYS = ()            # names of settings
+KEYS = (             # names of settings
+    # of kv.capacity
+    'message_tokens', 'new_tokens', 'hit_rate', 'requests_per_second', 'away', 'bandwidth', 'flops',
+    'price', 'tpot', 'utilization')
 VALUES = {}          # name of a setting that stays -> values that it no longer takes
 
 
