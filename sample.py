@@ -40,7 +40,7 @@ from engine.text.watch import watchable, watching
 from engine.weights.quantize import weight_bytes, weights_dtype
 from generate import Generation, cache_length
 from interop.load import load
-from kv.capacity import prefill_flops
+from kv.counts import prefill_flops
 from kv.console import output
 from kv.report import account
 from kv.tables import print_report

@@ -223,24 +223,6 @@ KV = _keys(
     ('step_tokens', 8192, "models of Hugging Face: vLLM's max_num_batched_tokens"),
 ) + DATASET + JSON + MODEL
 
-CAPACITY = _keys(
-    ('context', 4096, 'tokens of a conversation before the request'),
-    ('message_tokens', 50, 'tokens of the new message'),
-    ('new_tokens', 150, 'tokens of the answer'),
-    ('hit_rate', 0.95, 'share of the context found in the prefix cache (results/cpu/chat.json)'),
-    ('requests_per_second', 1.0, 'load of the service'),
-    ('away', 60.0, "seconds between a user's messages, during which the K/V is kept"),
-    ('memory', '80GB', 'memory of a GPU'),
-    ('bandwidth', '3.35TB', 'memory bandwidth of a GPU, bytes a second'),
-    ('flops', '400e12', 'matmul FLOPs of a GPU a second'),
-    ('price', 2.5, 'price of a GPU for an hour'),
-    ('tpot', 0.0, 'longest time per output token, in ms; 0 = limited by memory alone'),
-    ('utilization', 0.6, 'share of bandwidth and FLOPs that is reached'),
-    ('vocab_size', 0, "number of token ids; 0 = the data set's, or GPT-2's 50304"),
-    ('kv_dtype', 'bfloat16', 'dtype of K and V', STORED_DTYPES),
-    ('weight_dtype', 'bfloat16', 'dtype of the weights', ('float32', 'bfloat16', 'int8')),
-) + DATASET + JSON + MODEL
-
 BENCH = _keys(
     ('mode', 'train', "what to time: 'train' (whole steps), 'decode' (tokens from a filled cache), "
      "'prefill' (time to first token), 'serve' (continuous against static batching), 'recompute' "
@@ -315,7 +297,7 @@ CONFORM = _keys(
 # program -> its keys, in the order of its --help
 PROGRAMS = {'train': TRAIN, 'sample': SAMPLE, 'bench': BENCH, 'chat': CHAT, 'serve': SERVE,
             'kv': KV, 'memory': MEMORY, 'ablate': ABLATE_ALL, 'convert': MODEL,
-            'conform': MODEL + CONFORM, 'evaluate': EVALUATE, 'capacity': CAPACITY}
+            'conform': MODEL + CONFORM, 'evaluate': EVALUATE}
 
 # Config files are shared: they may set keys of any program, and the other programs ignore them.
 ALL_KEYS = {key.name: key for keys in reversed(PROGRAMS.values()) for key in keys}

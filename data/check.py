@@ -11,10 +11,6 @@ import json
 import os
 import zlib
 from pathlib import Path
-from typing import BinaryIO
-
-import rich.progress
-from rich.console import Console
 
 from config.errors import UserError
 from config.files import read_json
@@ -26,21 +22,22 @@ MAX_BYTES = 256 * 2**20  # of a split that is checked when it is opened; it take
 
 def write_checksums(folder: Path) -> None:
     """Write the checksums of the data set in `folder` to checksums.json there."""
-    known = {}
-    for path in data_files(folder):
-        with open(path, 'rb') as file:
-            known[path.name] = checksum(file)
+    known = {path.name: checksum(path) for path in data_files(folder)}
     (folder / CHECKSUMS).write_text(json.dumps(known, indent=1))
 
 
 def data_files(folder: Path) -> list[Path]:
-    return sorted([*folder.glob('*.bin'), *folder.glob('meta.pkl')])
+    return [*folder.glob('*.bin'), *folder.glob('meta.pkl')]
 
 
-def checksum(file: BinaryIO) -> int:
+def checksum(path: Path) -> int:
     crc = 0
-    while data := file.read(2**20):
-        crc = zlib.crc32(data, crc)
+    try:
+        with open(path, 'rb') as file:
+            while data := file.read(2**20):
+                crc = zlib.crc32(data, crc)
+    except OSError as e:
+        raise UserError(f'{str(path)!r} cannot be read: {e.strerror}') from e
     return crc
 
 
@@ -73,18 +70,7 @@ def check_files(paths: list[Path]) -> None:
     known = read_checksums(paths[0].parent)
     if known and sum(path.stat().st_size for path in paths) <= MAX_BYTES:
         for path in paths:
-            check_file(path, known)
-
-
-def check_file(path: Path, known: dict[str, int], progress: bool = False) -> None:
-    console = Console(stderr=True)
-    try:
-        with rich.progress.open(path, 'rb', description=path.name, console=console, transient=True,
-                                disable=not (progress and console.is_terminal)) as file:
-            crc = checksum(file)
-    except OSError as e:
-        raise UserError(f'{str(path)!r} cannot be read: {e.strerror}') from e
-    compare(path, crc, known)
+            compare(path, checksum(path), known)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -92,17 +78,14 @@ def main(argv: list[str] | None = None) -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('name', metavar='NAME', help='folder under data/, or an absolute path')
     folder = Path(__file__).resolve().parent / parser.parse_args(argv).name
-    known, files = read_checksums(folder), data_files(folder)
+    known = read_checksums(folder)
+    files = sorted({*data_files(folder), *(folder / name for name in known)})
     if not files:
         raise UserError(f'{str(folder)!r} has no files of a data set')
-    for path in sorted({*files, *(folder / name for name in known)}):
-        if path.name not in known:
-            print(f'{path.name}: there is no checksum to compare it with')
-            continue
-        if not path.is_file():
-            raise UserError(f'{str(path)!r} is missing: prepare the data set again')
-        check_file(path, known, progress=True)
-        print(f'{path.name}: as it was prepared')
+    for path in files:
+        compare(path, checksum(path), known)
+        print(f'{path.name}: '
+              f'{"as it was prepared" if path.name in known else "it has no checksum"}')
 
 
 if __name__ == '__main__':

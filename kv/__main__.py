@@ -21,12 +21,17 @@ from config.errors import UserError, at_least
 from config.gpt_config import GPTConfig
 from config.schema import KV, MODEL
 from config.sizes import nice_bytes, parse_bytes
-from kv.capacity import WEIGHT_BYTES, note_uncounted, parameters, prefill_flops, vocabulary
+from data.datasets import DATA_ROOT
+from data.recall.tasks import task_of
+from data.tokenfiles import is_prepared, read_meta
+from kv.counts import note_uncounted, parameters, prefill_flops
 from kv.plan import plan_kv
 from kv.report import REPORTED_DTYPES, account
 from kv.svg import plan_svg
 
 OF_OTHERS = 'like', 'page_size', 'step_tokens'
+GPT2_VOCAB = 50304  # padded, as nanoGPT does
+WEIGHT_BYTES = {'bfloat16': 2, 'float32': 4, 'int8': 1}
 
 
 def main(argv=None):
@@ -98,6 +103,22 @@ def describe_plan(saved: list[str], s) -> dict:
         print(f"{s.budget} of KV holds {asked['fit']:,} conversations of {T:,} tokens in "
               f"{s.kv_dtype}; vanilla GPT-2 of this shape {asked['fit_vanilla']:,}")
     return document
+
+
+def vocabulary(s) -> int:
+    """Return the vocabulary size of the data set in the settings; GPT-2's padded one if the data
+    set has GPT-2's tokens, if none is given, or with a note if it is not prepared."""
+    folder = DATA_ROOT / s.dataset
+    if 'dataset' not in s.given:
+        return GPT2_VOCAB
+    if task := task_of(s):
+        return task.vocab_size
+    if meta := read_meta(folder):
+        return meta['vocab_size']
+    if not is_prepared(folder):
+        print(f'Note: data set {s.dataset!r} is not prepared, so its vocabulary is unknown; '
+              f"assumed are GPT-2's {GPT2_VOCAB:,} tokens")
+    return GPT2_VOCAB
 
 
 def describe(where: str, s) -> dict:

@@ -38,7 +38,7 @@ from engine.steps.captured import CapturedDecode
 from engine.steps.native import native_decode, unsupported
 from engine.weights.quantize import n_parameters
 from kv.cache import KVCache
-from kv.capacity import parameters
+from kv.counts import parameters
 from kv.console import output, print_table, table_of
 from kv.plan import KV_DTYPES, plan_kv
 from model import GPT

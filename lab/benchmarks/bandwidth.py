@@ -10,7 +10,6 @@ import torch
 
 from config.errors import UserError
 from engine.weights.quantize import stored_tensors
-from kv.capacity import read_nbytes
 from kv.plan import KVPlan
 from lab.benchmarks import clock
 
@@ -19,9 +18,12 @@ PASSES = 5                    # per measurement
 
 
 def kv_read_per_step(plan: KVPlan, kv_dtype: str, batch: int, held: int, steps: int) -> float:
-    """Mean bytes of K/V read by `steps` steps that start with `held` cached tokens."""
-    lengths = range(held + 1, held + 1 + steps)
-    return sum(read_nbytes(plan, batch, n, kv_dtype) for n in lengths) / steps
+    """Mean bytes of K/V read by `steps` steps that start with `held` cached tokens. A layer that
+    shares a slot reads it again."""
+    slots = [(slot, batch * slot.position_nbytes(kv_dtype) * len(slot.layers))
+             for slot in plan.slots]
+    return sum(slot.capacity(n) * nbytes for n in range(held + 1, held + 1 + steps)
+               for slot, nbytes in slots) / steps
 
 
 def weight_read_bytes(model, batch: int) -> int:

@@ -222,10 +222,6 @@ REPORTS = {
     'plan-report': lambda: printed(
         '-m kv config/train_gpt2_mqa_local.py --max_seq_len=8192 --budget=1GB'),
     'account-report': account_report,
-    'capacity-example': lambda: printed(
-        '-m kv.capacity config/train_gpt2_mqa_local.py --n_layer=24 --n_head=32 --n_embd=2048 '
-        '--head_dim=64 --mlp_hidden=0 --kv_dtype=int8 --context=4096 --hit_rate=0.95 '
-        '--requests_per_second=20000 --tpot=50'),
 }
 
 

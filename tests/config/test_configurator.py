@@ -272,6 +272,14 @@ NANOGPT_SAMPLE = dict(init_from='resume', out_dir='out', start='\n', num_samples
                       max_new_tokens=500, temperature=0.8, top_k=200, seed=1337, compile=False)
 
 
+@pytest.mark.parametrize('name', [
+    'message_tokens', 'new_tokens', 'hit_rate', 'requests_per_second', 'away', 'bandwidth', 'flops',
+    'price', 'tpot', 'utilization'])
+def test_a_removed_setting_names_the_commit(file, name):
+    said = f'{name} was removed; commit 461914ad has it'
+    assert said in refused(f'--{name}=1') and said in refused(file(f'{name} = 1'))
+
+
 @pytest.mark.parametrize('program, keys', [('train', NANOGPT_TRAIN), ('sample', NANOGPT_SAMPLE)])
 def test_nanogpts_keys_keep_their_defaults(program, keys):
     assert {name: getattr(parse(program=program), name) for name in keys} == keys

@@ -39,11 +39,6 @@ def tar_gz(files):
     return buffer.getvalue()
 
 
-class Rows(list):
-    def skip(self, n):
-        return Rows(self[n:])
-
-
 def fake_hub(monkeypatch, load_dataset, version='4.0.0', error=None):
     """error: raised if the hub is asked whether it is there."""
     def metadata(url, timeout):

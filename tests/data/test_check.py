@@ -49,7 +49,7 @@ def test_all_files_are_compared_also_large_ones(folder, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize('change, words', [
-    (lambda folder: (folder / 'train_00001.bin').unlink(), "train_00001.bin' is missing"),
+    (lambda folder: (folder / 'train_00001.bin').unlink(), "train_00001.bin' cannot be read"),
     *((lambda folder, text=text: (folder / 'checksums.json').write_text(text),
        "checksums.json' is damaged") for text in (
         '', '[]', '[' * 100_000, '{"a": "b"}', '{"../a": 1}', '{"train.bin": 1.5}')),
@@ -66,7 +66,7 @@ def test_a_data_set_of_nanogpt_has_nothing_to_compare(folder, capsys):
     flip(folder / 'val.bin')
     capsys.readouterr()
     check.main([str(folder)])
-    assert capsys.readouterr().out.count(': there is no checksum to compare it with\n') == 4
+    assert capsys.readouterr().out.count(': it has no checksum\n') == 4
     assert read_meta(folder) == META and len(open_split(folder, 'val')) == 1
 
 

@@ -11,7 +11,7 @@ import torch
 import sample
 from config.gpt_config import GPTConfig
 from engine.requests.stopping import SampleText
-from kv.capacity import prefill_flops
+from kv.counts import prefill_flops
 from kv.plan import plan_kv
 from model import GPT
 from tests.programs.support import (

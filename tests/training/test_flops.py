@@ -5,7 +5,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attention.masks import dense_mask
 from config.errors import UserError
-from kv.capacity import total_keys
+from kv.counts import total_keys
 from kv.plan import Layer
 from model import GPT, GPTConfig
 from tests.helpers.mechanisms import CHANGES, STACK
