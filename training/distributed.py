@@ -28,11 +28,8 @@ class Ranks:
     """
 
     def __init__(self, backend: str = 'gloo', device: str = 'auto', backend_given: bool = False):
-        self.rank, self.world_size = _env('RANK', 0), _env('WORLD_SIZE', 1)
-        if not 0 <= self.rank < self.world_size:
-            raise UserError(f'RANK={self.rank} and WORLD_SIZE={self.world_size} in the '
-                            'environment: ranks are numbered from 0 to WORLD_SIZE - 1, as '
-                            'torchrun sets them')
+        self.world_size = _env('WORLD_SIZE', 1)
+        self.rank = _env('RANK', 0) if self.world_size > 1 else 0
         self.main = self.rank == 0  # writes files and prints
         self.device, self.backend, self.control = pick_device(device), backend, None
         if self.world_size == 1:
