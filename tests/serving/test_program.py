@@ -84,7 +84,7 @@ def test_the_log_and_the_page_can_be_switched_off(data_root, monkeypatch, capsys
     monkeypatch.setattr('serving.server.Server.run', run)
     serve.main(flags(SETTINGS | settings))
     TestClient(made[0].config.app).get('/none')
-    assert (' GET /none 403' in capsys.readouterr().out) == logs
+    assert (' GET /none 404' in capsys.readouterr().out) == logs
     assert ('a chat page' in made[0].greeting) == page
     paths = {route.path for route in made[0].config.app.routes}
     watched = {f'/nanokv/{name}' for name in ('plan', 'completions', 'chat/completions')}
