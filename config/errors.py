@@ -2,7 +2,7 @@
 import reprlib
 
 REPR = reprlib.Repr()
-REPR.maxlevel, REPR.maxstring, REPR.maxother, REPR.maxlong = 2, 60, 60, 60
+REPR.maxlevel, REPR.maxstring, REPR.maxother, REPR.maxlong = 2, 200, 200, 200
 
 
 class UserError(ValueError):
@@ -15,7 +15,11 @@ class UserError(ValueError):
 
 def shown(value) -> str:
     """Return the `repr` of `value` for use in a message, truncated."""
-    return REPR.repr(value)
+    try:
+        text = REPR.repr(value)
+    except ValueError:  # an int of more than 4,300 digits
+        return f'a very large {type(value).__name__}'
+    return text if len(text) <= 60 else text[:57] + '...'
 
 
 def at_least(s, **lowest) -> None:
