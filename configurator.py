@@ -183,7 +183,7 @@ def _find(arg: str, takes_folder: bool) -> Path:
     for path in (Path(arg), ROOT / arg):
         if path.is_file():
             return path
-    name, _, value = arg.lstrip('–—-').partition('=')  # dashes of word processors
+    name, _, value = arg.partition('=')
     if name != arg and name.isidentifier():
         raise UserError(f'{arg!r}: flags are written --key=value, as in --{name}={value}')
     if takes_folder and not arg.endswith('.py'):

@@ -10,6 +10,7 @@ POST /v1/completions and /v1/chat/completions (streaming too), GET /v1/models, /
 (Prometheus); unless --page=False, / (a chat page) and /nanokv/... (the same streams with the state
 of the KV cache). docs/serving.md describes them. Needs pip install -e '.[serve]'.
 """
+import functools
 import os
 import re
 import sys
@@ -94,7 +95,7 @@ def main(argv=None):
     try:
         from serving.app import Limits, make_app
         from serving.metrics import Metrics
-        from serving.server import RequestLog, Server, bind
+        from serving.server import Server, bind
     except ModuleNotFoundError as e:
         if e.name.partition('.')[0] not in ('starlette', 'uvicorn', 'prometheus_client'):
             raise
@@ -117,9 +118,9 @@ def main(argv=None):
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     page = f', a chat page at {url}/' if s.page else ''
     greeting = f'Serving {service.model!r} at {url}/v1{page} (Ctrl-C ends it)'
-    log = RequestLog() if s.log_requests else None
+    log = functools.partial(print, flush=True) if s.log_requests else None
     app = make_app(worker, service, limits, keys, log, s.page, s.cors, s.shared_prefix)
-    Server(app, worker, s.grace, greeting, log).run([sock])
+    Server(app, worker, s.grace, greeting).run([sock])
 
 
 if __name__ == '__main__':

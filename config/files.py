@@ -120,35 +120,17 @@ def private_folder(folder: Path) -> None:
     """Create `folder` and the folders above it, or restrict it if it exists, so that only this user
     can use it (0700). Raises OSError if it is a link or belongs to another user, or if another user
     could put another folder in its place."""
-    with held_folder(folder):
-        pass
-
-
-@contextlib.contextmanager
-def held_folder(folder: Path) -> Iterator[Path]:
-    """Make `folder` private, and yield a name of it by which nothing else can be reached, even if
-    the folder is moved meanwhile. Where the system has no such names (Linux has), it is `folder`.
-    Raises the errors of `private_folder`."""
     make_folders(folder, 0o700)
     if os.name != 'posix':
-        yield folder
         return
     for path in (*folder.parents, *folder.resolve().parents):
         _check_parent(path)
-    try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except NotADirectoryError as e:
-        raise NotADirectoryError(e.errno, f'{folder} is a link') from e
-    try:
-        status = os.fstat(fd)
-        if not is_ours(status):
-            raise PermissionError(errno.EPERM, f'{folder} belongs to another user')
-        if stat.S_IMODE(status.st_mode) != 0o700:
-            os.fchmod(fd, 0o700)
-        name = Path(f'/proc/{os.getpid()}/fd/{fd}')
-        yield name if name.exists() else folder
-    finally:
-        os.close(fd)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, f'{folder} is a link')
+    if not is_ours(status):
+        raise PermissionError(errno.EPERM, f'{folder} belongs to another user')
+    folder.chmod(0o700)
 
 
 def _check_parent(path: Path) -> None:

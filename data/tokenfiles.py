@@ -207,18 +207,7 @@ def meta_problem(meta: Any) -> str:
         return 'stoi and itos are not inverse to each other'
     if any(not 0 <= i < vocab_size for i in stoi.values()):
         return f'stoi has ids outside 0 to vocab_size-1 = {vocab_size - 1}'
-    if not all(map(is_text, stoi)):
-        return 'stoi has half of a surrogate pair, which is not text'
     return ''
-
-
-def is_text(token: str) -> bool:
-    """Return whether UTF-8 can store `token`."""
-    try:
-        token.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 class _PlainUnpickler(pickle.Unpickler):

@@ -17,7 +17,9 @@ import tempfile
 import threading
 from pathlib import Path
 
-from config.files import held_folder, is_trusted, user_cache
+from filelock import FileLock
+
+from config.files import is_trusted, private_folder, user_cache
 
 HERE = Path(__file__).parent
 ARM = os.uname().machine in ('aarch64', 'arm64') if os.name == 'posix' else False
@@ -36,9 +38,9 @@ def opened(source: Path, checked) -> ctypes.CDLL | None:
     """Return the extension of this .cpp file, compiled if necessary, after `checked` has had it.
     None if it is unavailable, with a note on stderr."""
     try:
-        # what is checked and what is loaded are one file, even if the folder is moved meanwhile
-        with held_folder(user_cache() / 'native') as folder:
-            return checked(ctypes.CDLL(str(_compiled(source, folder))))
+        folder = user_cache() / 'native'
+        private_folder(folder)
+        return checked(ctypes.CDLL(str(_compiled(source, folder))))
     except (Unavailable, OSError, subprocess.TimeoutExpired) as e:
         print(f'Note: no C++ extension ({e}); the CPU runs plain torch, which is slower',
               file=sys.stderr)
@@ -58,8 +60,13 @@ def _compiled(source: Path, folder: Path) -> Path:
     inputs = [compiler, *FLAGS, _processor(), *(path.read_text() for path in sources)]
     name = hashlib.sha256('\0'.join(inputs).encode()).hexdigest()[:16]
     path = folder / f'{name}.so'
-    if not is_trusted(path):  # anyone can compute its name: a file of another user is replaced
-        _compile(compiler, source, path)
+    if is_trusted(path):  # anyone can compute its name: a file of another user is replaced
+        return path
+    with _ended_by_signals(), FileLock(folder.with_suffix('.lock')):
+        for left in folder.glob(f'{TEMPORARY}*'):  # by processes that were killed
+            shutil.rmtree(left, ignore_errors=True)
+        if not is_trusted(path):
+            _compile(compiler, source, path)
     return path
 
 
@@ -74,9 +81,7 @@ def _processor() -> str:
 
 
 def _compile(compiler: str, source: Path, path: Path) -> None:
-    """Compile to a temporary file first, since another process may be compiling too."""
-    with (_compiling(path.parent), _ended_by_signals(),
-          tempfile.TemporaryDirectory(dir=path.parent, prefix=TEMPORARY) as folder):
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=TEMPORARY) as folder:
         made = Path(folder, 'made.so')
         for openmp in (['-fopenmp'], []):  # Apple's compiler has none
             command = [compiler, *FLAGS, *openmp, f'-I{HERE}', str(source), '-o', str(made)]
@@ -91,33 +96,15 @@ def _compile(compiler: str, source: Path, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _compiling(folder: Path):
-    """Hold a shared lock on `folder`. If no other process has one, what lies there in temporary
-    folders was left by processes that were killed, and is removed first."""
-    import fcntl  # Windows has none
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # another process has it, or the file system no locks
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for left in folder.glob(f'{TEMPORARY}*'):
-                shutil.rmtree(left, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_SH)
-        yield
-    finally:
-        os.close(fd)
-
-
-@contextlib.contextmanager
 def _ended_by_signals():
     """Let signals that end a program raise an exception here, also in programs that otherwise only
     take note of them. An ignored one stays ignored (nohup)."""
     def end(number, frame):
         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
-    previous = {number: signal.getsignal(number)
-                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    if threading.current_thread() is not threading.main_thread():
-        previous = {}  # only that one can set handlers
+    previous = {}
+    if threading.current_thread() is threading.main_thread():  # only that one can set handlers
+        previous = {number: signal.getsignal(number)
+                    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         for number, handler in previous.items():
             if handler != signal.SIG_IGN:

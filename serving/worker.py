@@ -196,14 +196,13 @@ class Worker(threading.Thread):
             self._cancel_all(ticket)
 
     def _step(self):
-        preempted = {number: job.request.preempted for number, job in self.engine.jobs.items()}
         self._must_step = False
         try:
             events = self.engine.step()
         except Exception:
             log.exception('an engine step failed; its requests start again')
             self.metrics.failed_steps.inc()
-            return self._count_failures(preempted)
+            return self._count_failure()
         deliveries = defaultdict(list)
         for event in events:
             choice = self._choices.get(event.index)
@@ -245,18 +244,11 @@ class Worker(threading.Thread):
                 return ApiError(400 if choice.refused else 500, event.completion.error)
         return event
 
-    def _count_failures(self, preempted):
-        """Handle a failed step, in which the engine preempted all running choices. Of those that
-        fail repeatedly without a token in between, end the newest; the rest may then succeed."""
-        jobs, choices = self.engine.jobs, self._choices.values()
-        ran = [c for c in choices if c.number not in jobs
-               or jobs[c.number].request.preempted > preempted.get(c.number, 0)]
-        for choice in ran or choices:
+    def _count_failure(self):
+        for choice in list(self._choices.values()):
             choice.num_failures += 1
-        failing = [choice.number for choice in choices if choice.num_failures > MAX_FAILURES]
-        if failing:
-            error = ApiError(500, 'the model failed on this request')
-            self._fail(self._choices[max(failing)], error)
+            if choice.num_failures > MAX_FAILURES:
+                self._fail(choice, ApiError(500, 'the model fails'))
 
 
 def most_choices(rows: int, max_waiting: int) -> int:

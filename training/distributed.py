@@ -1,6 +1,7 @@
 """The processes of a run started by torchrun; without torchrun, a single process."""
 import contextlib
 import os
+import socket
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -9,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from config.errors import UserError
-from config.folder_lock import process_start
 from training.checkpoint_manager import peek
 from training.device import pick_device
 
@@ -28,11 +28,8 @@ class Ranks:
     """
 
     def __init__(self, backend: str = 'gloo', device: str = 'auto', backend_given: bool = False):
-        self.rank, self.world_size = _env('RANK', 0), _env('WORLD_SIZE', 1)
-        if not 0 <= self.rank < self.world_size:
-            raise UserError(f'RANK={self.rank} and WORLD_SIZE={self.world_size} in the '
-                            'environment: ranks are numbered from 0 to WORLD_SIZE - 1, as '
-                            'torchrun sets them')
+        self.world_size = _env('WORLD_SIZE', 1)
+        self.rank = _env('RANK', 0) if self.world_size > 1 else 0
         self.main = self.rank == 0  # writes files and prints
         self.device, self.backend, self.control = pick_device(device), backend, None
         if self.world_size == 1:
@@ -128,7 +125,7 @@ def launch_id() -> str:
     """Return an id of this torchrun launch, the same after a restart; '' without torchrun."""
     run = os.environ.get('TORCHELASTIC_RUN_ID', '')
     if run == 'none':  # no --rdzv-id was given
-        return f'none, agent {process_start(os.getppid())}'
+        return f'none, agent {_process_start(os.getppid())}'
     return run
 
 
@@ -141,6 +138,18 @@ def go_on_after_restart(s, ranks: Ranks) -> None:
         print(f'{path} was saved by this launch ({launch_id()}), so this is a restart: '
               'going on from it')
         s.init_from, s.resume_from = 'resume', path.name
+
+
+def _process_start(pid: int) -> str:
+    """Return an id of a process that is unique although process ids are reused: its pid, start time
+    in clock ticks and boot id. Without Linux's /proc, only its pid and the host name."""
+    try:
+        boot = Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()
+        stat = Path(f'/proc/{pid}/stat').read_text(encoding='utf-8')
+        ticks = stat.rpartition(')')[2].split()[19]
+        return f'{pid}, {ticks} after {boot}'
+    except (OSError, IndexError):
+        return f'{pid}, {socket.gethostname()}'
 
 
 def _env(name: str, default: int) -> int:

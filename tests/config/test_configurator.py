@@ -133,7 +133,6 @@ LOCALE = 'config/train_mqa_locale.py'
     (['--batch_size'], ['--batch_size needs a value']),
     (['-batch_size=3'], ['as in --batch_size=3']), (['-x'], ['--x=value']),
     (['--=3'], ["unknown key ''"]), (['max_iters=5'], ['as in --max_iters=5']),
-    (['\u2014max_iters=5'], ['as in --max_iters=5']),
     (['--compile', 'false'], ["--compile takes True or False, not 'false'"]),
     (['--compile', '0'], ["--compile takes True or False, not '0'"]),
     ([''], ['an argument is empty']), (['nothing.py'], ['there are config/', 'char_vanilla.py']),

@@ -404,19 +404,6 @@ def test_a_relative_cache_folder_is_ignored(unbuilt, monkeypatch):
     assert (unbuilt / 'home' / '.cache' / 'nanokv' / 'native').is_dir()
 
 
-@pytest.mark.skipif(sys.platform != 'linux', reason='other systems have no such names of folders')
-def test_a_folder_that_is_exchanged_before_loading_is_not_used(unbuilt, quickly, monkeypatch):
-    folder, compiled = unbuilt / 'nanokv' / 'native', extension._compile
-
-    def exchanged(compiler, source, path):
-        compiled(compiler, source, path)
-        folder.rename(unbuilt / 'moved')
-        folder.mkdir()
-        (folder / path.name).write_text('of another user')
-    monkeypatch.setattr(extension, '_compile', exchanged)
-    assert native.library() is not None
-
-
 @pytest.mark.parametrize('mode, gid, refused', [
     (0o777, None, True), (0o1777, None, False), (0o775, 'own', False), (0o775, 'shared', True)])
 def test_a_folder_that_others_can_exchange_is_refused(unbuilt, quickly, monkeypatch, capsys, mode,

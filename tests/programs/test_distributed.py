@@ -197,8 +197,6 @@ def test_a_wrong_setting_ends_all_processes(tmp_path, data_root):
 @pytest.mark.parametrize('name, value, error', [
     ('WORLD_SIZE', 'two', "^environment variable WORLD_SIZE='two': must be a whole number, "
                           'as torchrun sets it$'),
-    ('RANK', '1', '^RANK=1 and WORLD_SIZE=1'),
-    ('RANK', '-1', '^RANK=-1 and WORLD_SIZE=1'),
     ('WORLD_SIZE', '2', '^the 2 processes .* torchrun')])
 def test_an_environment_that_torchrun_did_not_set_is_an_error(
         tmp_path, monkeypatch, name, value, error):
