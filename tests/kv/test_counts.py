@@ -37,7 +37,7 @@ def test_prefill_flops_with_every_mechanism(name, tokens, before):
         if plan.slots[layer.slot].latent:  # q @ k_up and y @ v_up
             absorbed += 2 * 2 * H * n * plan.head_dim * width
         ends = range(before + tokens - n + 1, before + tokens + 1)
-        attended += 4 * H * width * sum(min(-(-end // layer.stride), layer.window or end)
+        attended += 4 * H * width * sum(min(end, layer.window or end)
                                         for end in ends)
         return plain(layer, q, *args)
     cache.attend = attend
