@@ -69,6 +69,8 @@ def losses(lines):
 def test_output_is_nanogpts_one_line_more_and_json(capsys):
     """It trains on the data set, without dropout."""
     settings = TINY | MEMORY_OF_FULL_STACK
+    random = losses(output(capsys, real_data=False, dataset='nowhere', n_embd=8, block_size=4))
+    assert random[0] == pytest.approx(10.83, abs=0.1)  # log 50304
     *lines, time_line, flops_line, last = output(capsys, settings, json=True, dtype='float32')
     steps = [line.split()[0] for line in lines if '/' in line]
     assert steps == [f'{k}/10' for k in range(10)] + [f'{k}/20' for k in range(20)]
@@ -81,26 +83,16 @@ def test_output_is_nanogpts_one_line_more_and_json(capsys):
     assert losses(output(capsys, settings, dropout=0.9, dtype='float32')) == real
 
     f = json.loads(last)
-    assert (f['mode'], f['dtype'], f['threads']) == ('train', 'float32', torch.get_num_threads())
-    assert (f['batch_size'], f['block_size'], f['window_size']) == (3, 16, 4)
-    assert f['torch'] == torch.__version__ and 'cpu' in f['device'] and f['real_data'] is True
+    assert (f['mode'], f['batch_size'], f['window_size']) == ('train', 3, 4)
     ms = f['step_ms']
     assert len(ms) == 20 and f['mean_ms'] == pytest.approx(sum(ms) / 20)
-    assert min(ms) <= f['median_ms'] <= max(ms)
     assert f"time per iteration: {f['mean_ms']:.4f}ms" in time_line
     assert f['tokens_per_second'] == pytest.approx(3 * 16 / f['mean_ms'] * 1000)
     config = GPTConfig(vocab_size=len(ALPHABET), bias=False, n_head=2, n_embd=16, block_size=16,
                        **MEMORY_OF_FULL_STACK)
     tflops = sum(flops_per_token(GPT(config))) * f['tokens_per_second'] / 1e12
     assert f['model_tflops_per_second'] == pytest.approx(tflops)
-    assert f"{tflops / f['matmul_tflops_per_second']:.0%} of a matmul's" in flops_line
     assert f['mfu'] > tflops / 312  # nanoGPT's formula counts keys that no query sees
-
-
-def test_one_random_batch_needs_no_data_and_is_learnt(capsys):
-    random = losses(output(capsys, real_data=False, dataset='nowhere', n_embd=8, block_size=4))
-    assert random[0] == pytest.approx(10.83, abs=0.1)  # log 50304
-    assert all(after < before for before, after in zip(random, random[1:]))
 
 
 def test_a_profile_is_a_table_and_a_trace(capsys, tmp_path):
@@ -120,11 +112,9 @@ def test_decode_against_vanilla(capsys):
                          contexts='12,40')
     cells = [(cell['context'], cell['sides']['ours']['batch']) for cell in found['cells']]
     assert cells == [(12, 1), (12, 3), (40, 1), (40, 3)]
-    assert (found['steps'], found['repeats'], found['dtype']) == (3, 5, 'float32')
-    ours, theirs = found['models']['ours'], found['models']['vanilla']
-    assert (ours['window_size'], ours['vocab_size']) == (4, len(ALPHABET))
+    assert found['models']['ours']['vocab_size'] == len(ALPHABET)
+    theirs = found['models']['vanilla']
     assert (theirs['block_size'], theirs['n_kv_head']) == (43, 0)
-    assert theirs['pos_embedding'] == 'learned'
     for cell in found['cells']:
         n = cell['context']
         assert (cell['held'], cell['max_seq_len']) == (n, n + 3)
@@ -139,7 +129,7 @@ def test_decode_against_vanilla(capsys):
 
 
 def test_decode_within_a_budget_reproduced_from_its_page(capsys, tmp_path):
-    found, lines = run_bench(capsys, SMALL, mode='decode', against='vanilla', budget='14kB',
+    found, _ = run_bench(capsys, SMALL, mode='decode', against='vanilla', budget='14kB',
                              contexts='24', kv_dtype='int8', dtype='bfloat16',
                              save='budget.json')
     assert (found['kv_dtype'], found['dtype']) == ('int8', 'bfloat16')
@@ -148,7 +138,6 @@ def test_decode_within_a_budget_reproduced_from_its_page(capsys, tmp_path):
     for name, p in (('ours', PLAN), ('vanilla', PLAN.vanilla())):
         fit = 14_000 // p.nbytes(1, 24, 'int8')
         assert cell['capacity'][name]['sequences'] == cell['sides'][name]['batch'] == fit > 1
-    assert any('sequences within 14,000 bytes' in line for line in lines)
 
     assert table.read(tmp_path / 'budget.json') == found
     table.main(['budget.json'])
@@ -177,9 +166,8 @@ def test_against_nanogpt(capsys, tmp_path):
     assert found['faster']['min'] <= found['faster']['median'] <= found['faster']['max']
     assert 'times its tokens/s' in lines[-3]
     assert not any('says something' in line for line in lines)
-    for name, value in (('qk_norm', True), ('gelu', 'tanh')):
-        with pytest.raises(UserError, match=f'{name}={value!r}'):
-            bench.main(flags(nano | {name: value}))
+    with pytest.raises(UserError, match='qk_norm=True'):
+        bench.main(flags(nano | dict(qk_norm=True)))
 
 
 def test_policies_side_by_side(capsys, monkeypatch):

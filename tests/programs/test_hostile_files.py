@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import sample
-import train
 from config.errors import UserError
 from config.gpt_config import GPTConfig, model_args
 from configurator import run_program
@@ -180,17 +179,13 @@ def property_of(name, examples, folder):
     check()
 
 
-@pytest.mark.parametrize('name', FILES)
-def test_good_files_open(tmp_path, name):
-    write(tmp_path, name, FILES[name][2])
-    assert outcome(tmp_path, name) == ''
-
-
 @pytest.mark.parametrize('examples', [25, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize('name', FILES)
 def test_any_value_in_any_field(tmp_path, name, examples):
     folder = tmp_path / 'given'
     folder.mkdir()
+    write(folder, name, FILES[name][2])
+    assert outcome(folder, name) == ''
     limited(lambda folder: property_of(name, examples, folder), folder, seconds=examples)
 
 
@@ -206,20 +201,18 @@ def repeated_weights():
 @pytest.mark.parametrize('name, document, words', [
     ('meta.pkl', {**META, 'dtype': doubled([1], 60)}, 'dtype'),
     ('meta.pkl', {**META, 'x': {i * (2 ** 61 - 1): 0 for i in range(9, 99)}}, 'an int of'),
-    ('meta.pkl', {'vocab_size': 8, 'tokenizer': 'bpe'}, 'stoi'),
     ('ckpt.pt', {**CHECKPOINT, 'run': doubled([1], 60)}, 'run'),
     *(('ckpt.pt', replaced(CHECKPOINT, ('model_args', 'n_layer'), n), 'n_layer')
-      for n in (9_999, 100_000, 10 ** 9)),
+      for n in (9_999, 10 ** 9)),
     ('ckpt.pt', replaced(CHECKPOINT, ('model_args', 'n_embd'), 40_000), 'size mismatch'),
     *(('ckpt.pt', replaced(CHECKPOINT, ('model_args', 'n_embd'), n), 'n_embd')
-      for n in (2 ** 30, 2 ** 31, 2 ** 63, -1)),
+      for n in (2 ** 30, 2 ** 63)),
     ('config.json', replaced(HF_CONFIG, ('nanokv', 'n_embd'), 2 ** 30), 'n_embd'),
     ('ckpt.pt', repeated_weights(), 'share memory'),
     ('tokenizer.json', replaced(TOKENIZER_JSON, ('model', 'vocab', 'b'), 0), 'same id'),
     ('tokenizer.json', replaced(TOKENIZER_JSON, ('model', 'vocab', 'b'), 2 ** 40), 'the id'),
     ('tokenizer.json', replaced(TOKENIZER_JSON, ('model', 'vocab', 'b'), 100), 'ids up to 100'),
-    *(('config.json', replaced(HF_CONFIG, ('nanokv', 'n_layer'), n), 'n_layer')
-      for n in (9_999, 10 ** 9)),
+    ('config.json', replaced(HF_CONFIG, ('nanokv', 'n_layer'), 9_999), 'n_layer'),
     ('chat.json', replaced(CHAT, ('turns', 0, 'ids'), [-1]), 'other tokens'),
     ('chat.json', replaced(CHAT, ('turns', 0, 'ids'), [float('inf')]), 'infinity'),
 ], ids=lambda x: None if isinstance(x, dict) else x)
@@ -331,12 +324,11 @@ def test_a_fifo_is_refused(tmp_path, opened, name):
     assert 'regular' in message if shards else name in message
 
 
-# -- through the programs --------------------------------------------------------------------------
-
 @pytest.mark.parametrize('terminal', [True, False])
 def test_escapes_of_a_vocabulary_reach_files_but_no_terminal(tmp_path, monkeypatch, capsys,
                                                              terminal):
-    """The model draws escape sequences, which would change the title."""
+    """The model draws escape sequences, which would change the title. So may a refusal, which
+    names the folder."""
     meta = meta_of('a\x1b]0;\x07\x9b\u202e')
     write(tmp_path, 'ckpt.pt', {**CHECKPOINT, 'meta': meta, 'tokens': tokens_id(meta)})
     monkeypatch.setattr(sys.stdout, 'isatty', lambda: terminal)
@@ -346,17 +338,7 @@ def test_escapes_of_a_vocabulary_reach_files_but_no_terminal(tmp_path, monkeypat
     assert {'\x1b', '\x9b', '\u202e'} & set(out) == (set() if terminal else {'\x1b', '\x9b',
                                                                            '\u202e'})
     assert terminal == all(escaped in out for escaped in ('\\x1b', '\\x9b', '\\u202e'))
-
-
-@pytest.mark.parametrize('program, more', [
-    (sample, []), (train, ['--init_from=resume', '--dataset=recall'])], ids=['sample', 'train'])
-def test_programs_refuse_in_one_line_without_escapes(tmp_path, monkeypatch, capsys, program, more):
-    folder = tmp_path / 'a\x1b]0;title\x07'
-    folder.mkdir()
-    write(folder, 'ckpt.pt', replaced(CHECKPOINT, ('model_args', 'n_layer'), 100_000))
-    monkeypatch.setattr(sys.stderr, 'isatty', lambda: True)
-    with pytest.raises(SystemExit) as caught:
-        run_program(lambda: program.main([f'--out_dir={folder}', '--device=cpu', *more]))
-    err = capsys.readouterr().err
-    assert caught.value.code == 2 and not {'\x1b', '\x07'} & set(err)
-    assert err.startswith('error: ') and err.count('\n') == 1 and 'n_layer' in err
+    monkeypatch.setattr(sys.stderr, 'isatty', lambda: terminal)
+    with pytest.raises(SystemExit):
+        run_program(lambda: sample.main(['--out_dir=\x1b]0;title\x07']))
+    assert ('\x1b' in capsys.readouterr().err) != terminal

@@ -18,7 +18,6 @@ from config.errors import UserError
 from configurator import run_program
 from interop import evaluate
 from tests.programs.support import ALPHABET, FULL_STACK, VANILLA, flags, load, make_tiny, meta_of
-from tests.programs.test_bench import MEMORY_OF_FULL_STACK
 
 
 def files_under(folder):
@@ -79,32 +78,23 @@ def out_of_range(**settings):
 
 
 TRAIN = [
-    *out_of_range(
-        batch_size=0, block_size=-16, gradient_accumulation_steps=0, eval_interval=0,
-        checkpoint_interval=-1, keep_checkpoints=0, max_skipped=0, max_iters=-1, beta1=1.0,
-        seed=2 ** 64, dropout=1.0, data_prefetch=65, muon_momentum=1.0,
-        cooldown_iters=-1),
-    (dict(data_seed=2 ** 70), [2 ** 70]),
+    *out_of_range(batch_size=0, gradient_accumulation_steps=0, eval_interval=0, beta1=1.0,
+                  seed=2 ** 64, dropout=1.0, data_prefetch=65),
     (dict(batch_sise=3), ["'batch_sise'", "'batch_size'"]),
-    (dict(resume_from=''), ["resume_from=''", 'file in out_dir']),
     (dict(resume_from='../out/ckpt.pt'), ["'../out/ckpt.pt'", 'file in out_dir']),
     (dict(resume_from='ckpt_best.pt', init_from='scratch'),
      ["'ckpt_best.pt'", "'scratch'", '--init_from=resume']),
     (dict(device='cuda:9'), ["'cuda:9'", "'cpu'"]),
-    (dict(init_from='gpt3'), ["'gpt3'", "'scratch'", "'resume'"]),
     (dict(dataset='tinny'), ["'tinny'", "'tiny'"]),
     (dict(dataset='../tiny'), ["'../tiny'"]),
-    (dict(block_size=5000), ['block_size=5000', '2000']),
     (dict(block_size=1000), ['block_size=1000', '400', 'val.bin']),
     (dict(out_dir=''), ["out_dir='' is empty"]),
     (dict(out_dir='/'), ["out_dir='/' is the root of the file system"]),
-    (dict(out_dir='x' * 300), ['File name too long']),
     (dict(out_dir='taken'), ['taken']),
     # other changes: tests/training/test_adapt.py
     (dict(out_dir='out', init_from='resume', n_kv_head=1), ['--n_kv_head=1 (trained with 0)']),
     # before looking for data; other shapes: tests/kv/test_plan.py
     (dict(n_head=4, n_kv_head=3, dataset='not_prepared'), ['n_head=4', 'n_kv_head=3']),
-    (dict(pos_embedding='rope', rope_theta=0.0), ['rope_theta=0.0']),
     (dict(dataset='recall', data_order='shuffled', block_size=20, recall_task='distances=3'),
      ['makes its sequences']),
     (dict(lr_schedule='wsd', cooldown_iters=19),
@@ -113,34 +103,24 @@ TRAIN = [
      ["recompute='offload'", 'torch.compile', '--compile=False']),
     (dict(checkpoint_blocks=True, recompute='mlp'),
      ["checkpoint_blocks=True means recompute='block', not 'mlp'"]),
-    (dict(recompute='auto', memory_budget='lots'), ["memory_budget='lots'"]),
     (dict(recompute='auto', memory_budget='100KB'),
      ['no policy fits memory_budget=100KB; the least is', "(recompute='", 'batch_size=4)',
       'too much: give a smaller batch_size']),
 ]
 SAMPLE = [
-    *out_of_range(max_new_tokens=0, temperature=-0.5, top_p=1.5, seed=2 ** 64),
-    (dict(kv_dtype='int3'), ["'int3'", "'int4'", "'int8'", "'bfloat16'"]),
+    *out_of_range(max_new_tokens=0, temperature=-0.5, seed=2 ** 64),
     (dict(init_from='gpt3'), ["'gpt3'", "'resume'", "'random'", "'gpt2'", 'folder']),
     (dict(start='aXbY'), ["'X'", "'Y'", 'abcdefghij']),
     (dict(start='a' * 5000 + 'X'), ["'X'"]),  # the message does not repeat it
     (dict(start=''), ["start=''"]),
     (dict(start='FILE:no/such.txt'), ["'FILE:no/such.txt'"]),
-    (dict(start='FILE:'), ["'FILE:'"]),
-    (dict(start='FILE:empty.txt'), ['empty.txt']),
     (dict(start='FILE:latin1.txt'), ['latin1.txt', 'UTF-8']),
-    (dict(init_from='random', dataset='tinny', n_layer=1, n_head=1, n_embd=4),
-     ["'tinny'", "'tiny'"]),
     (dict(out_dir='no/such'), ['no/such/ckpt.pt']),
-    # settings that nanoGPT's sampling does not have
-    *(({name: value}, [f'{name}={value!r}', '--prompts'])
-      for name, value in (('min_p', 0.1), ('repetition_penalty', 1.2), ('logprobs', 1),
-                          ('kv_budget', '1GB'))),
+    (dict(min_p=0.1), ['min_p=0.1', '--prompts']),  # nanoGPT's sampling does not have it
 ]
 PROMPTS = [
     *out_of_range(min_p=1.0, repetition_penalty=0, logprobs=-2),
     (dict(kv_budget='1kB'), ['kv_budget=1,000 ']),
-    (dict(kv_budget='much'), ["'much'"]),
     (dict(stop="['']"), ['at least one character']),
     (dict(start='b'), ["start='b'", 'prompts=', 'both']),
     (dict(watch=True), ['watch=True draws one sample', "prompts='text.txt' are many"]),
@@ -155,32 +135,22 @@ EVALUATE = [
     (dict(text='nowhere.txt'), ['nowhere.txt']),
     (dict(stride=17), ['stride=17 is more']),
     (dict(context=-1), ['context=-1']),
-    (dict(batch_size=0), ['batch_size=0']),
     (dict(out_dir='out', context=17), ['context=17: the model has learned 16 positions']),
 ]
 BENCH = [
     (dict(batch_size=0), ['batch_size=0']),
     (dict(mode='decode', repeats=4), ['repeats=4', 'at least 5']),
-    (dict(block_size=3000), ['2000 tokens', 'block_size=3000']),
     (dict(dataset='nowhere'), ["'nowhere'", 'data/nowhere/prepare.py', '--real_data=False']),
     (dict(mode='train', against='vanilla'),
      ["against='vanilla'", "mode='train' is compared with 'nanogpt'"]),
     (dict(mode='decode', batch_sizes='0'), ["batch_sizes='0'", 'at least 1']),
     (dict(mode='decode', contexts='8,30'), ['33', 'block_size=32']),
     (dict(mode='decode', budget='100'), ['budget=100', '12 tokens']),
-    (dict(mode='decode', against='nanogpt'), ["against='nanogpt'", "'float32_kv'"]),
-    (dict(mode='train', against='nanogpt'), ["nanogpt=''", 'model.py']),
     (dict(mode='train', against='nanogpt', nanogpt='nowhere'), ["nanogpt='nowhere'"]),
-    (dict(mode='decode', nanogpt='x'), ["nanogpt='x'", "against='nanogpt'"]),
     (dict(mode='prefill', budget='1GB'), ["budget='1GB'", "mode='decode'"]),
-    (dict(mode='train', against='nanogpt', profile=True), ['profile=True', 'without against']),
     (dict(mode='decode', profile=True), ['profile=True', "mode='train'"]),
     (dict(mode='decode', save='nowhere/a.json'), ["save='nowhere/a.json'"]),
-    (dict(mode='decode', save='.'), ["save='.'", 'folder']),
-    (dict(mode='prefill', contexts='8,33'), ['33', 'block_size=32']),
     (dict(mode='recompute', policies='none,blocks'), ["'blocks'", "'every:K'"]),
-    (dict(mode='recompute', policies='every:3'), ["'every:3'", 'n_layer=2']),
-    (dict(mode='recompute', compile=True), ['compile=True']),
 ]
 PROGRAMS = {
     'train': (train, dict(VANILLA, out_dir='new'), TRAIN),
@@ -197,7 +167,7 @@ PROGRAMS = {
     (program, *row) for program, (_, _, rows) in PROGRAMS.items() for row in rows], ids=settings_id)
 def test_wrong_settings_are_refused(refused, out, trained, tmp_path, program, changes, named):
     shutil.copytree(trained['full'], tmp_path / 'full')
-    for name, content in (('text.txt', b'abc\n' * 10), ('empty.txt', b''), ('taken', b'mine'),
+    for name, content in (('text.txt', b'abc\n' * 10), ('taken', b'mine'),
                           ('latin1.txt', b'caf\xe9')):
         (tmp_path / name).write_bytes(content)
     module, settings, _ = PROGRAMS[program]
@@ -205,14 +175,6 @@ def test_wrong_settings_are_refused(refused, out, trained, tmp_path, program, ch
 
 
 # -- folders and data ------------------------------------------------------------------------------
-
-
-def test_train_refuses_an_out_dir_it_may_not_write_to(tmp_path, own_data_root, monkeypatch):
-    def forbidden(*args, **kwargs):
-        raise PermissionError(13, 'Permission denied')
-    monkeypatch.setattr(train, 'RunLog', forbidden)
-    with pytest.raises(UserError, match='Permission denied'):
-        train.main(flags(VANILLA | dict(out_dir=tmp_path / 'out')))
 
 
 @pytest.mark.parametrize('name, content, named', [
@@ -255,10 +217,6 @@ def test_older_checkpoints_depend_on_the_data_set(refused, out, own_data_root):
     make_tiny(own_data_root, ALPHABET.upper())
     refused(train.main, for_train(out), "'tiny'", 'not those')
     refused(sample.main, for_sample(out, start='AB'), 'data/tiny', 'prepared again')
-    meta.with_name('checksums.json').unlink()
-    meta.write_bytes(pickle.dumps({'vocab_size': 12}))  # BPE
-    refused(train.main, for_train(out), "'tiny'", 'not those')
-    refused(sample.main, for_sample(out), 'data/tiny/meta.pkl does not say', '12 tokens')
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
@@ -279,21 +237,15 @@ class Bomb:
         return os.mkdir, (str(self.path),)
 
 
-def saved(thing):
-    buffer = io.BytesIO()
-    torch.save(thing, buffer)
-    return buffer.getvalue()
-
-
-@pytest.mark.filterwarnings('ignore:Detected pickle protocol')
 @pytest.mark.parametrize('content', [
-    lambda bomb: None, lambda bomb: b'', lambda bomb: b'not a checkpoint',
-    lambda bomb: b'PK\x03\x04 half a zip', saved, lambda bomb: saved({'model': bomb}), pickle.dumps,
-    lambda bomb: saved([1, 2]), lambda bomb: saved({'a': 1}),
-], ids=['none', 'empty', 'text', 'zip', 'code', 'code inside', 'pickle', 'list', 'other dict'])
+    lambda path, bomb: path.unlink(), lambda path, bomb: path.write_bytes(b''),
+    lambda path, bomb: path.write_bytes(b'PK\x03\x04 half a zip'),
+    lambda path, bomb: torch.save({'model': bomb}, path),
+    lambda path, bomb: path.write_bytes(pickle.dumps(bomb)),
+    lambda path, bomb: torch.save([1, 2], path)],
+    ids=['none', 'empty', 'zip', 'code inside', 'pickle', 'list'])
 def test_foreign_or_malicious_checkpoint(refused, out, tmp_path, content):
-    data = content(Bomb(tmp_path / 'went off'))
-    (out / 'ckpt.pt').write_bytes(data) if data is not None else (out / 'ckpt.pt').unlink()
+    content(out / 'ckpt.pt', Bomb(tmp_path / 'went off'))
     for main, settings in BOTH_PROGRAMS:
         refused(main, settings(out), out / 'ckpt.pt')
     assert not (tmp_path / 'went off').exists()
@@ -301,30 +253,18 @@ def test_foreign_or_malicious_checkpoint(refused, out, tmp_path, content):
 
 WEIGHT = 'transformer.h.0.attn.c_attn.weight'
 CONTENTS = [
-    (lambda c: c.pop('model'), ['lacks model']),
     (lambda c: c.pop('model_args'), ['lacks model_args']),
-    (lambda c: c.pop('best_val_loss'), ['lacks best_val_loss']),
-    (lambda c: c.update(model=None), ['model']),
-    (lambda c: c.update(model_args=[1]), ['model_args']),
-    (lambda c: c.update(config='x'), ['config']),
     (lambda c: c['model'].pop(WEIGHT), ['Missing', WEIGHT]),
     (lambda c: c['model'].update(zzz=torch.zeros(1)), ['Unexpected', 'zzz']),
     (lambda c: c['model'].update({WEIGHT: torch.zeros(3, 5)}), [WEIGHT, '[3, 5]', '[48, 16]']),
-    (lambda c: c['model'].update({WEIGHT: 'text'}), [WEIGHT]),
     (lambda c: c['model_args'].update(n_layer=3), ['Missing', 'transformer.h.2']),
     (lambda c: c['model_args'].update(flux=3), ['flux', 'model_args']),
-    (lambda c: c['model_args'].update(n_head=5), ['n_head=5']),
-    (lambda c: c['model_args'].update(n_head='two'), ['ckpt.pt']),
-    (lambda c: c['model_args'].update(layer_pattern=5), ['layer_pattern']),
-    (lambda c: c['model_args'].update(layer_pattern='LG'), ["'LG'", 'window_size=0'])]
+    (lambda c: c['model_args'].update(n_head=5), ['n_head=5'])]
 SAMPLED = [(lambda c: c['config'].update(dataset='../../etc'), ["'../../etc'"])]
 TRAINING_STATE = [
     (lambda c: c['optimizer']['param_groups'].pop(), ['optimizer']),
     (lambda c: c['optimizer']['state'][0].update(exp_avg=torch.zeros(2)), ['optimizer']),
     (lambda c: c.update(iter_num='ten'), ['iter_num', "'ten'"]),
-    (lambda c: c.update(iter_num=-1), ['iter_num', '-1']),
-    (lambda c: c.update(best_val_loss='low'), ['best_val_loss', "'low'"]),
-    (lambda c: c.update(rng={}), ['rng']),
     (lambda c: c['rng'][0].update(torch=torch.zeros(3, dtype=torch.uint8)), ['rng']),
     (lambda c: c.update(data_rng=torch.zeros(3, dtype=torch.uint8)), ['data_rng'])]
 
