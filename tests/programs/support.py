@@ -29,7 +29,6 @@ FULL_STACK = dict(
     share_global_kv=True, pos_embedding='rope', qk_norm=True)
 # with these, the losses depend on every random number and on the data position
 HARD = dict(dropout=0.1, gradient_accumulation_steps=2)
-BOTH = pytest.mark.parametrize('config', [VANILLA, FULL_STACK], ids=['vanilla', 'full stack'])
 # runs a program with a different folder of data sets
 LAUNCH = ('import sys, pathlib, configurator, interop.load, {0} as program; '
           'program.DATA_ROOT = interop.load.DATA_ROOT = pathlib.Path(sys.argv.pop(1)); '

@@ -2,7 +2,6 @@
 import importlib
 import re
 import shlex
-import tomllib
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from interop import export
 from interop.huggingface import read_json
 from kv.models.config import read_config
 from lab.benchmarks import table
-from tests.helpers.elsewhere import ROOT, commands, train_in
+from tests.helpers.elsewhere import commands, train_in
 from tests.programs.support import load
 
 ELSEWHERE = ('pip', 'vllm', 'lm_eval')
@@ -42,14 +41,6 @@ def test_the_commands(folder, capsys):
     [program] = commands('python')
     exec(program, {})
     assert capsys.readouterr().out.startswith('ROMEO')
-
-
-def test_what_is_to_be_installed_is_an_extra():
-    project = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
-    extras = project['optional-dependencies']
-    installs = [command for command in commands('sh') if command.startswith('pip')]
-    asked = [re.fullmatch(r"pip install -e '\.\[(.+)\]'", command)[1] for command in installs]
-    assert asked == ['export', 'vllm', 'lm-eval'] and set(asked) <= set(extras)
 
 
 @pytest.mark.parametrize('read', [read_json, read_config, table.read])

@@ -81,13 +81,11 @@ def test_the_environment_is_named_where_there_is_one(tmp_path, monkeypatch, caps
     (tmp_path / '.venv/bin/activate').touch()
     monkeypatch.setattr(startup, 'ROOT', tmp_path)
     monkeypatch.chdir(tmp_path)
-    for name in ('rich', 'tiktoken', 'tokenizers', 'pandas'):
+    for name in ('rich', 'pandas'):
         startup.excepthook(ModuleNotFoundError, ModuleNotFoundError(name, name=name), None)
-    activate, traceback = os.path.join('.venv', 'bin', 'activate'), 'ModuleNotFoundError: pandas\n'
     message = capsys.readouterr().err
-    for name in ('rich', 'tiktoken', 'tokenizers'):
-        assert f'has no {name}: activate the environment (source {activate}) or inst' in message
-    assert message.endswith(traceback)
+    assert 'has no rich: activate the environment (source .venv/bin/activate) or inst' in message
+    assert message.endswith('ModuleNotFoundError: pandas\n')
 
 
 # -- which checkpoint a program reads --------------------------------------------------------------

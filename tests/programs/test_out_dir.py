@@ -9,7 +9,7 @@ import pytest
 import sample
 from config.errors import UserError
 from config.folder_lock import only_writer
-from tests.programs.support import VANILLA, contents, flags, metrics, run_train, start_program
+from tests.programs.support import contents, flags, metrics, run_train
 from training.batches import TokenBatches
 
 
@@ -19,8 +19,8 @@ def old(tmp_path, trained):
     return shutil.copytree(trained['vanilla'], tmp_path / 'out')
 
 
-@pytest.mark.parametrize('interrupted', [False, True], ids=['whole', 'Ctrl-C'])
-@pytest.mark.parametrize('name, iteration', [('', 0), ('ckpt.pt', 10), ('ckpt_best.pt', 10)])
+@pytest.mark.parametrize('name, iteration, interrupted', [
+    ('', 0, False), ('ckpt.pt', 10, True), ('ckpt_best.pt', 10, False)])
 def test_evaluating_alone_writes_nothing(old, capsys, monkeypatch, interrupted, name, iteration):
     shutil.copy(old / 'ckpt.pt', old / 'ckpt_best.pt')
     plain, before = TokenBatches.evaluation, contents(old)
@@ -45,7 +45,7 @@ def test_resuming_with_another_shape_keeps_the_original(old):
 
 
 @pytest.mark.parametrize('line', [b'5\n', b'{"loss": 1}\n', b'\xff\xfe\n', b'[' * 60_000 + b'\n',
-                                  b'{"iter": ' + b'1' * 5000 + b'}\n', b'"' + b'x' * 2 ** 20])
+                                  b'{"iter": ' + b'1' * 5000 + b'}\n'])
 def test_a_damaged_metrics_file_does_not_keep_a_run_from_resuming(old, line):
     lines = contents(old)['metrics.jsonl'].splitlines(keepends=True)
     (old / 'metrics.jsonl').write_bytes(b''.join(lines[:4]) + line)
@@ -73,16 +73,3 @@ def test_the_second_is_refused_before_it_writes_or_loads_anything(tmp_path, caps
         run_train(out, init_from='resume', eval_only=True)  # readers need no lock
         assert 'val loss' in capsys.readouterr().out
         sample.main(flags(dict(out_dir=out, num_samples=1, max_new_tokens=5, device='cpu')))
-
-
-@pytest.mark.slow
-def test_under_torchrun(tmp_path, data_root):
-    """Rank 0 holds the lock: all processes of a second launch are refused."""
-    out = tmp_path / 'out'
-    settings = VANILLA | dict(out_dir=out, gradient_accumulation_steps=2)
-    with only_writer(out, ''):
-        refused = start_program('train', *flags(settings), data_root=data_root,
-                                torchrun=['--standalone', '--nproc_per_node=2'])
-        _, err = refused.communicate(timeout=120)
-        assert refused.returncode != 0 and 'is being written by process' in err
-        assert contents(out).keys() == {'.lock'}

@@ -102,14 +102,11 @@ def test_stdout_has_answers_and_figures_and_stderr_all_else(many, trained, promp
     assert len(answers) == 5 and answers[0]['seed'] == 9
     assert (f['batch'], f['max_seq_len'], f['requests'], f['failed']) == (3, 22 + 7, 5, 0)
     assert (f['prompt_tokens'], f['tokens']) == (40, 35)
-    assert (f['kv_dtype'], f['weights']) == ('float32', 'float32')
     # K and V of width 8 in float32; three rings of 4 per row, and a page of 64 in the global slot
     per_position = 2 * 8 * 4
     assert f['kv_bytes'] == f['kv_held_peak'] == 3 * (3 * 4 + 64) * per_position
     assert f['kv_bytes_vanilla'] == 2 * f['kv_bytes_vanilla_bf16'] == 3 * 29 * 7 * 2 * per_position
-    for text in ('Overriding: max_new_tokens = 7', 'meta.pkl', '5 requests (0 failed)',
-                 '35 generated', '3 rows'):
-        assert text in many.err, many.err
+    assert 'Overriding: max_new_tokens = 7' in many.err and '5 requests (0 failed)' in many.err
 
 
 def test_ctrl_c_of_the_program_itself(trained, prompts_file, data_root):

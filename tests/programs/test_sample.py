@@ -1,9 +1,7 @@
 """sample.py on tiny checkpoints: reproducible texts, and a report with consistent figures."""
-import gc
 import json
 import math
 import re
-import weakref
 
 import pytest
 import torch
@@ -52,17 +50,14 @@ def test_one_greedy_sample_of_a_prompt_in_a_file_is_drawn_and_reported(capsys, t
     assert 'KV cache, as allocated for 1 x 19 tokens' in out and 'TTFT' in out and 'vanilla' in out
 
 
-@KINDS
-@pytest.mark.parametrize('settings', [dict(temperature=0), dict(top_p=0.7, temperature=1.3)],
-                         ids=str)
-def test_a_sample_depends_on_seed_and_number_alone(capsys, trained, kind, settings):
+def test_a_sample_depends_on_seed_and_number_alone(capsys, trained):
     """Logits differ in their last bits between batch sizes; these samples have no near-ties."""
-    one = texts(capsys, trained[kind], num_samples=4, **settings)
-    assert texts(capsys, trained[kind], num_samples=4, parallel=3, **settings) == one
-    assert texts(capsys, trained[kind], num_samples=2, parallel=9, **settings) == one[:2]
-    if settings['temperature']:
-        other = texts(capsys, trained[kind], num_samples=4, seed=1, **settings)
-        assert len(set(one)) == 4 and all(a != b for a, b in zip(one, other))
+    settings = dict(top_p=0.7, temperature=1.3)
+    one = texts(capsys, trained['full'], num_samples=4, **settings)
+    assert texts(capsys, trained['full'], num_samples=4, parallel=3, **settings) == one
+    assert texts(capsys, trained['full'], num_samples=2, parallel=9, **settings) == one[:2]
+    other = texts(capsys, trained['full'], num_samples=4, seed=1, **settings)
+    assert len(set(one)) == 4 and all(a != b for a, b in zip(one, other))
 
 
 @KINDS
@@ -97,10 +92,9 @@ def test_past_block_size_learned_positions_are_recomputed(capsys, trained):
 
 # -- the report ------------------------------------------------------------------------------------
 
-@KINDS
-@pytest.mark.parametrize('dtype, kv_dtype, stored', [
-    ('float32', 'auto', 'float32'), ('bfloat16', 'auto', 'bfloat16'),
-    ('float32', 'int8', 'int8')])
+@pytest.mark.parametrize('kind, dtype, kv_dtype, stored', [
+    ('vanilla', 'float32', 'auto', 'float32'), ('full', 'bfloat16', 'auto', 'bfloat16'),
+    ('full', 'float32', 'int8', 'int8')])
 def test_json_figures_add_up(capsys, trained, kind, dtype, kv_dtype, stored):
     out = run_sample(capsys, out_dir=trained[kind], dtype=dtype, kv_dtype=kv_dtype, parallel=2,
                      num_samples=2, json=True)
@@ -128,30 +122,6 @@ def test_random_weights_from_a_shipped_config_need_no_training(capsys, tmp_path)
     assert not (tmp_path / 'none').exists()
 
 
-def test_a_config_of_train_py_finds_its_checkpoint(capsys, trained, tmp_path):
-    path = tmp_path / 'c.py'
-    path.write_text(f'out_dir = {str(trained["full"])!r}\nmax_iters = 5\nn_layer = 3\n')
-    sample.main([str(path), '--device=cpu', '--start=ab', '--num_samples=1', '--max_new_tokens=12',
-                 '--report=False'])
-    assert samples_in(capsys.readouterr().out) == texts(capsys, trained['full'])
-
-
-def test_the_cache_is_freed_before_a_smaller_one_is_allocated(trained, monkeypatch, capsys):
-    """The last batch may be smaller: both caches would not fit on a GPU just large enough."""
-    caches, plain = [], GPT.new_cache
-
-    def new_cache(model, batch_size, max_seq_len, *args):
-        made = plain(model, batch_size, max_seq_len, *args)
-        gc.collect()
-        assert [cache() for cache in caches if cache()] == []
-        caches.append(weakref.ref(made))
-        return made
-    monkeypatch.setattr(GPT, 'new_cache', new_cache)
-    monkeypatch.setattr('engine.steps.native.difference', lambda *_: '')  # it has its own caches
-    run_sample(capsys, out_dir=trained['full'], num_samples=5, parallel=4, report=False)
-    assert len(caches) == 2
-
-
 @pytest.mark.parametrize('left', ['nothing', 'other tokens'])
 def test_a_run_is_sampled_without_its_data_set_and_without_dropout(
         tmp_path, trained, own_data_root, capsys, left):
@@ -168,8 +138,7 @@ def test_a_run_is_sampled_without_its_data_set_and_without_dropout(
 
 # -- stop texts (details: engine/test_stopping.py) -------------------------------------------------
 
-@KINDS
-@pytest.mark.parametrize('parallel', [1, 3])
+@pytest.mark.parametrize('kind, parallel', [('vanilla', 1), ('full', 3)])
 def test_samples_end_before_a_stop_text_and_a_batch_with_its_longest_sample(
         capsys, trained, monkeypatch, kind, parallel):
     steps, plain = [], sample.Generation.__next__
@@ -204,7 +173,7 @@ def test_text_is_printed_as_it_is_made_and_ctrl_c_prints_what_was_held_back(
     assert before[0].endswith(whole[:1 + n]) and capsys.readouterr().out == 'c'
 
 
-# -- watch=True, in a terminal and elsewhere (frames: engine/test_watch.py) ------------------------
+# -- watch=True, in a terminal (frames: engine/test_watch.py) --------------------------------------
 
 def watched(data_root, *args, before=''):
     return in_terminal('-c', before + LAUNCH.format('sample'), data_root, *args, '--watch=True',
@@ -219,10 +188,9 @@ def test_in_a_terminal_lanes_are_drawn_and_each_text_is_printed(capsys, data_roo
     plain = samples_in(run_sample(capsys, **settings, native=False, report=False))
     status, out = watched(data_root, *flags(settings), '--parallel=2')
     visible = ESCAPE.sub('', out)
-    totals = r'vanilla GPT-2: [\d.]+ .?B, [\d.]+x'
     assert status == 0 and len(plain) == 2
     for text in plain:
-        assert re.search(totals + re.escape(f'\n{text}\n{RULE}\n'), visible)
+        assert f'x\n{text}\n{RULE}\n' in visible  # after how many times smaller the cache is
     assert out.rindex('\x1b[?25h') > out.rindex('\x1b[?25l')  # the cursor is back
     assert 'KV cache, as allocated for 1 x ' in visible.rpartition(RULE)[2]
 
@@ -233,11 +201,3 @@ def test_ctrl_c_leaves_the_text_so_far(data_root, trained):
     assert status == 130
     _, _, end = out.rpartition('\x1b[?25h')
     assert re.fullmatch(r'ab[ a-j\n]{7}\ninterrupted\n', ESCAPE.sub('', end))
-
-
-def test_elsewhere_a_note_and_the_same_text(capsys, trained):
-    plain = texts(capsys, trained['full'], num_samples=2)
-    out = run_sample(capsys, out_dir=trained['full'], num_samples=2, watch=True, report=False)
-    note = [line for line in out.splitlines() if line.startswith('Note: watch=True')]
-    assert len(note) == 1 and '\x1b' not in out
-    assert out.endswith(note[0] + '\n' + ''.join(f'{text}\n{RULE}\n' for text in plain))

@@ -8,8 +8,7 @@ import torch
 import train
 from config.gpt_config import GPTConfig
 from model import GPT
-from tests.programs.support import FULL_STACK, VANILLA, load, losses, make_fresh, run_train
-from training.flops import flops_per_token
+from tests.programs.support import FULL_STACK, VANILLA, load, make_fresh, run_train
 
 NANOGPT_KEYS = {'model', 'optimizer', 'model_args', 'iter_num', 'best_val_loss', 'config'}
 # on a CPU in float32: no loss scale, and no known peak for MFU
@@ -44,11 +43,14 @@ def test_log_lines_are_nanogpts(tmp_path, capsys):
 
 
 def test_log_lines_end_with_mfu_on_cuda_and_pace_elsewhere(tmp_path, capsys, monkeypatch):
-    """The time left does not count a slow first iteration."""
+    """The time left does not count a slow first iteration. MFU is of the device's peak, if that is
+    known."""
+    monkeypatch.setattr('training.run.peak_tflops', lambda name, dtype: 0.5)
     assert train.pace_words(torch.device('cuda', 1), -1.0, 12345.6, 4000.4) == 'mfu -100.00%'
     seconds = iter([1000.0] + [1.0] * 50)
     monkeypatch.setattr(train.Pace, 'read', lambda pace: next(seconds))
-    run_train(tmp_path, max_iters=5, eval_interval=100)
+    rows = run_train(tmp_path, max_iters=5, eval_interval=100).rows
+    assert all(row['mfu'] == row['model_tflops_per_second'] / 0.5 for row in rows)
     lines = re.findall('^iter .*', capsys.readouterr().out, re.M)
     assert 'left' not in lines[0] and lines[1].endswith(', 64 tokens/s, 0:00:04 left')
     assert lines[4].endswith('0:00:01 left')
@@ -84,16 +86,6 @@ def test_metrics_have_every_step_with_full_precision_and_the_evaluations(tmp_pat
     assert all(printed[str(row['iter'])] == f"{row['loss']:.4f}" for row in run.rows)
     assert sum(row['loss'] != round(row['loss'], 6) for row in run.rows) > 15
     assert run.rows[-1]['loss'] < run.rows[0]['loss'] - 0.3  # it learns
-
-
-def test_mfu_is_of_the_devices_peak_where_that_is_known(tmp_path, monkeypatch):
-    monkeypatch.setattr('training.run.peak_tflops', lambda name, dtype: 0.5)
-    run = run_train(tmp_path, FULL_STACK, max_iters=3, gradient_accumulation_steps=2)
-    flops = sum(flops_per_token(GPT(GPTConfig(**load(run.path)['model_args']))))
-    for row in run.rows:
-        tflops = row['model_tflops_per_second']
-        assert tflops == pytest.approx(flops * row['tokens_per_second'] / 1e12)
-        assert row['mfu'] == pytest.approx(tflops / 0.5)
 
 
 @pytest.mark.parametrize('config, wanted', [
@@ -137,10 +129,3 @@ def test_evaluation_uses_the_same_windows_every_time_and_no_dropout(tmp_path):
                      min_lr=0.0).rows
     assert len({row['val_loss'] for row in rows}) == len({row['train_loss'] for row in rows}) == 1
     assert len({row['loss'] for row in rows}) == 3
-
-
-def test_gradients_are_clipped_by_their_true_norm_whatever_the_loss_scale(tmp_path):
-    """Scaled by 65536 they are far above 100, unscaled far below."""
-    for clip in (0.0, 100.0, 1e-8):
-        run_train(tmp_path / str(clip), max_iters=5, dtype='float16', grad_clip=clip)
-    assert losses(tmp_path / '0.0') == losses(tmp_path / '100.0') != losses(tmp_path / '1e-08')

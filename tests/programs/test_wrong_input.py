@@ -2,7 +2,6 @@
 
 What only one room can refuse is tested there, without a program.
 """
-import io
 import os
 import pickle
 import shutil
@@ -14,7 +13,6 @@ import bench
 import chat
 import sample
 import train
-from config.errors import UserError
 from configurator import run_program
 from interop import evaluate
 from tests.programs.support import ALPHABET, FULL_STACK, VANILLA, flags, load, make_tiny, meta_of
