@@ -229,9 +229,9 @@ BENCH = _keys(
      "(training steps by policy), 'kernels' (attention and K/V write, CUDA)",
      ('train', 'decode', 'prefill', 'serve', 'recompute', 'kernels')),
     ('against', '', "baseline, timed interleaved: 'vanilla' (GPT-2's KV cache, our code; decode, "
-     "prefill, recompute); in mode decode also 'vanilla_float32', 'float32_kv' (same model, float32 "
-     "cache); in train 'nanogpt'; in prefill 'untrimmed' (all tokens in all layers); in prefill and "
-     "serve 'vllm'",
+     "prefill, recompute); in mode decode also 'vanilla_float32', 'float32_kv' (same model, "
+     "float32 cache); in train 'nanogpt'; in prefill 'untrimmed' (all tokens in all layers); in "
+     "prefill and serve 'vllm'",
      ('', 'vanilla', 'vanilla_float32', 'float32_kv', 'untrimmed', 'nanogpt', 'vllm')),
     ('batch_sizes', '1', "all modes but train: batch sizes, as '1,4,16'"),
     ('contexts', '512', "all modes but train: tokens in the cache, as '1024,4096'; tokens of the "
