@@ -75,15 +75,6 @@ def make_tiny(root, letters=ALPHABET):
     write_dataset(root / 'tiny', tokens, meta_of(letters))
 
 
-def make_fresh(root):
-    """A data set 'fresh' that is not prepared yet; its program copies 'tiny'."""
-    (root / 'fresh').mkdir()
-    (root / 'fresh' / 'prepare.py').write_text(
-        'import shutil, pathlib\nhere = pathlib.Path(__file__).parent\n'
-        'def main(argv):\n    for f in (here.parent / "tiny").iterdir():\n'
-        '        shutil.copy(f, here / f.name)\n')
-
-
 def run_train(out_dir, config=VANILLA, **overrides):
     train.main(flags(dict(config, out_dir=out_dir) | overrides))
     return SimpleNamespace(path=Path(out_dir) / 'ckpt.pt', rows=metrics(out_dir))

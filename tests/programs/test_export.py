@@ -43,7 +43,7 @@ def made(tmp_path_factory, data_root):
 
 
 @pytest.mark.parametrize('name', SHAPES)
-def test_there_and_back(made, name, tmp_path, capsys, data_root):
+def test_there_and_back(made, name, tmp_path):
     """Logits and text are the same in transformers (beyond two windows, with and without its
     cache), and the imported checkpoint is bitwise equal."""
     out, dest = made(name)
@@ -72,9 +72,6 @@ def test_there_and_back(made, name, tmp_path, capsys, data_root):
     assert after['config']['dataset'] == 'tiny' and after['iter_num'] == 0
     with pytest.raises(UserError, match='is there already'):
         import_hf.main([str(dest), str(again)])
-    export.export(again / 'ckpt.pt', tmp_path / 'hf', data_root=data_root, max_shard_size='20KB')
-    for path in dest.glob('*.safetensors'):
-        assert (tmp_path / 'hf' / path.name).read_bytes() == path.read_bytes()
     rows = run_train(again, SHAPES[name], max_iters=4, init_from='resume').rows
     assert rows[-1]['iter'] == 4
 

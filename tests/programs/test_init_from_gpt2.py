@@ -3,7 +3,6 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from tests.data.support import ids_of
 from tests.programs.support import ALPHABET, VANILLA, load, run_sample, run_train
 
 GIVEN = {name: value for name, value in VANILLA.items()
@@ -26,23 +25,13 @@ def args_of(run):
     return load(run.path)['model_args']
 
 
-def test_finetuning_starts_at_their_loss_and_goes_down(tmp_path, hub_model, data_root, capsys):
-    folder, theirs = hub_model
+def test_finetuning(tmp_path, hub_model, capsys):
+    folder, _ = hub_model
     run = run_train(tmp_path, GIVEN, init_from=folder, max_iters=20)
     assert args_of(run) == dict(n_layer=2, n_head=2, n_embd=8, block_size=16, bias=True,
                                 vocab_size=len(ALPHABET), dropout=0.0, gelu='tanh')
     evaluated = [row['val_loss'] for row in run.rows if 'val_loss' in row]
     assert evaluated[-1] < evaluated[0] - 0.1
-    # its first loss equals transformers', on one batch of 4 windows
-    once = run_train(tmp_path / 'once', GIVEN, init_from=folder, max_iters=0, eval_iters=1,
-                     dtype='float32').rows
-    tokens = torch.from_numpy(ids_of(data_root / 'tiny', 'val').astype('int64'))
-    starts = torch.randint(400 - 16, (4,), generator=torch.Generator().manual_seed(1337)).tolist()
-    rows = torch.stack([tokens[i:i + 17] for i in starts])
-    with torch.no_grad():
-        logits = theirs(rows[:, :-1]).logits
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
-    assert once[0]['val_loss'] == pytest.approx(loss.item(), abs=1e-5)
     assert f'Initializing from OpenAI GPT-2 weights: {folder}' in capsys.readouterr().out
 
 

@@ -1,13 +1,12 @@
 """sample.py --prompts: stdout has one line of JSON per request in the file, and nothing else."""
 import json
-import signal
 
 import pytest
 import torch
 
 import sample
 from tests.helpers.serving import ending
-from tests.programs.support import flags, start_program
+from tests.programs.support import flags
 from tests.programs.test_sample import KINDS, RULE
 from tests.programs.test_sample import texts as sampled
 
@@ -107,18 +106,3 @@ def test_stdout_has_answers_and_figures_and_stderr_all_else(many, trained, promp
     assert f['kv_bytes'] == f['kv_held_peak'] == 3 * (3 * 4 + 64) * per_position
     assert f['kv_bytes_vanilla'] == 2 * f['kv_bytes_vanilla_bf16'] == 3 * 29 * 7 * 2 * per_position
     assert 'Overriding: max_new_tokens = 7' in many.err and '5 requests (0 failed)' in many.err
-
-
-def test_ctrl_c_of_the_program_itself(trained, prompts_file, data_root):
-    settings = dict(out_dir=trained['full'], device='cpu', max_new_tokens=300, parallel=1,
-                    prompts=prompts_file('ab\n' * 2000))
-    process = start_program('sample', *flags(settings), data_root=data_root)
-    assert json.loads(process.stdout.readline())['tokens'] == 300
-    process.send_signal(signal.SIGINT)
-    try:
-        rest, err = process.communicate(timeout=120)
-    finally:
-        process.kill()  # do not generate half a million tokens
-    assert process.returncode == 130 and err.endswith('interrupted\n')
-    assert rest.count('\n') < 1999
-    assert 'Traceback' not in err

@@ -19,11 +19,6 @@ RULE = '---------------'
 KINDS = pytest.mark.parametrize('kind', ['vanilla', 'full'])
 LONG = dict(max_new_tokens=60, start='fg')
 ESCAPE = re.compile(r'\x1b\[[0-9;?]*[A-Za-z]')
-INTERRUPTED = ('import engine.requests.stopping as e\nplain = e.SampleText.add\n'
-               'def add(self, token):\n'
-               '    if self.n_tokens == 7: raise KeyboardInterrupt\n'
-               '    return plain(self, token)\n'
-               'e.SampleText.add = add\n')
 
 
 def texts(capsys, folder, **settings):
@@ -175,29 +170,17 @@ def test_text_is_printed_as_it_is_made_and_ctrl_c_prints_what_was_held_back(
 
 # -- watch=True, in a terminal (frames: engine/test_watch.py) --------------------------------------
 
-def watched(data_root, *args, before=''):
-    return in_terminal('-c', before + LAUNCH.format('sample'), data_root, *args, '--watch=True',
-                       '--native=False')
-
-
 def test_in_a_terminal_lanes_are_drawn_and_each_text_is_printed(capsys, data_root):
     """40 tokens are more than block_size: the rest is recomputed."""
     shape = {name: value for name, value in VANILLA.items() if hasattr(GPTConfig, name)}
     settings = dict(shape, init_from='random', dataset='tiny', start='ab', max_new_tokens=40,
                     num_samples=2, device='cpu')
     plain = samples_in(run_sample(capsys, **settings, native=False, report=False))
-    status, out = watched(data_root, *flags(settings), '--parallel=2')
+    status, out = in_terminal('-c', LAUNCH.format('sample'), data_root, *flags(settings),
+                              '--parallel=2', '--watch=True', '--native=False')
     visible = ESCAPE.sub('', out)
     assert status == 0 and len(plain) == 2
     for text in plain:
         assert f'x\n{text}\n{RULE}\n' in visible  # after how many times smaller the cache is
     assert out.rindex('\x1b[?25h') > out.rindex('\x1b[?25l')  # the cursor is back
     assert 'KV cache, as allocated for 1 x ' in visible.rpartition(RULE)[2]
-
-
-def test_ctrl_c_leaves_the_text_so_far(data_root, trained):
-    args = flags(dict(out_dir=trained['full'], start='ab', temperature=0, device='cpu'))
-    status, out = watched(data_root, *args, before=INTERRUPTED)
-    assert status == 130
-    _, _, end = out.rpartition('\x1b[?25h')
-    assert re.fullmatch(r'ab[ a-j\n]{7}\ninterrupted\n', ESCAPE.sub('', end))

@@ -1,7 +1,6 @@
 """Iterations with a non-finite loss or gradient: they are skipped and counted, or end the run."""
 import copy
 import math
-import os
 import re
 import signal
 
@@ -10,7 +9,7 @@ import torch
 
 import train
 from config.errors import UserError
-from tests.programs.support import assert_same_weights, load, metrics, run_train
+from tests.programs.support import assert_same_weights, load, metrics, raise_signal, run_train
 
 
 def bad_gradient(run, value, name='transformer.h.0.ln_1.weight'):
@@ -22,11 +21,6 @@ def bad_gradient(run, value, name='transformer.h.0.ln_1.weight'):
 
 def bad_loss(run, value):
     return run.model.register_forward_hook(lambda model, given, out: (out[0], out[1] + value))
-
-
-def interrupt(run):
-    os.kill(os.getpid(), signal.SIGINT)
-    return bad_gradient(run, 0.0)
 
 
 @pytest.fixture
@@ -88,24 +82,19 @@ def test_a_bad_iteration_is_skipped_and_the_run_goes_on(
         'iter 4', f'skipped iteration 4: loss or gradients were not finite{scale}', 'iter 5']
 
 
-@pytest.mark.parametrize('stopped', [False, True], ids=['to its end', 'stopped'])
-def test_thin_logs_and_the_end_of_a_run_report_all_skipped(tmp_path, capsys, poisoned, stopped):
+def test_thin_logs_and_the_end_of_a_run_report_all_skipped(tmp_path, capsys, at_step, poisoned):
     """A resumed run counts on."""
     poisoned({it: lambda run: bad_gradient(run, math.nan) for it in (1, 2, 6, 9, 10)})
-    if stopped:
-        poisoned({11: interrupt})
-    rows = run_train(tmp_path, max_iters=20 if stopped else 11, eval_interval=100,
-                     log_interval=4).rows
+    at_step(11, raise_signal(signal.SIGINT))
+    rows = run_train(tmp_path, max_iters=20, eval_interval=100, log_interval=4).rows
     assert [row['skipped'] for row in rows][:3] == [0, 2, 3]
     which = ['2 iterations, the last of them 2', 'iteration 6', '2 iterations, the last of them 10']
     lines = [f'skipped {each}: loss or gradients were not finite' for each in which]
-    assert re.findall('^skipped.*|^SIGINT: saved', capsys.readouterr().out, re.M) \
-        == lines[:2 + stopped] + ['SIGINT: saved'] * stopped + lines[2 + stopped:]
-    if stopped:
-        assert load(tmp_path / 'ckpt.pt')['skipped'] == 5
-        poisoned({14: lambda run: bad_gradient(run, math.nan)})
-        rows = run_train(tmp_path, init_from='resume', log_interval=4, eval_interval=100).rows
-        assert [(row['iter'], row['skipped']) for row in rows[3:]] == [(12, 5), (16, 6), (20, 6)]
+    assert re.findall('^skipped.*', capsys.readouterr().out, re.M) == lines
+    assert load(tmp_path / 'ckpt.pt')['skipped'] == 5
+    poisoned({14: lambda run: bad_gradient(run, math.nan)})
+    rows = run_train(tmp_path, init_from='resume', log_interval=4, eval_interval=100).rows
+    assert [(row['iter'], row['skipped']) for row in rows[3:]] == [(12, 5), (16, 6), (20, 6)]
 
 
 @pytest.mark.parametrize('act, settings, steps, words', [

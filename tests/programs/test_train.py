@@ -8,7 +8,7 @@ import torch
 import train
 from config.gpt_config import GPTConfig
 from model import GPT
-from tests.programs.support import FULL_STACK, VANILLA, load, make_fresh, run_train
+from tests.programs.support import FULL_STACK, VANILLA, load, run_train
 
 NANOGPT_KEYS = {'model', 'optimizer', 'model_args', 'iter_num', 'best_val_loss', 'config'}
 # on a CPU in float32: no loss scale, and no known peak for MFU
@@ -56,13 +56,12 @@ def test_log_lines_end_with_mfu_on_cuda_and_pace_elsewhere(tmp_path, capsys, mon
     assert lines[4].endswith('0:00:01 left')
 
 
-def test_an_unprepared_data_set_without_meta_and_thin_logs(tmp_path, capsys, own_data_root):
-    (own_data_root / 'tiny' / 'meta.pkl').unlink()
-    make_fresh(own_data_root)
-    run = run_train(tmp_path / 'out', dataset='fresh', n_layer=1, n_embd=2, max_iters=8,
+def test_a_data_set_without_meta_and_thin_logs(tmp_path, capsys, own_data_root):
+    for name in ('meta.pkl', 'checksums.json'):
+        (own_data_root / 'tiny' / name).unlink()
+    run = run_train(tmp_path / 'out', n_layer=1, n_embd=2, max_iters=8,
                     eval_interval=5, log_interval=4, tf32=False)
     out = capsys.readouterr().out
-    assert 'preparing dataset fresh' in out
     wanted = 'defaulting to vocab_size of GPT-2 to 50304 (50257 rounded up for efficiency)'
     assert wanted in out and load(run.path)['model_args']['vocab_size'] == 50304
     assert re.findall(r'^iter (\d+):', out, re.M) == ['0', '4', '8']
