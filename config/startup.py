@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-REQUIRED = ('torch', 'numpy', 'rich', 'tiktoken', 'tokenizers')
+REQUIRED = ('torch', 'numpy', 'filelock', 'rich', 'tiktoken', 'tokenizers')
 ROOT = Path(__file__).resolve().parents[1]
 
 

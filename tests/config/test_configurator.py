@@ -63,22 +63,16 @@ def test_later_settings_of_a_file_may_use_earlier_ones_flags_and_defaults(file):
     ('--max_iters=1e4', 'max_iters', 10000),
     ('--bias=True', 'bias', True),
     ('--dtype="float32"', 'dtype', 'float32'),
-    ("--out_dir='a b'", 'out_dir', 'a b'),
-    ('--out_dir=123', 'out_dir', '123'),
-    ('--out_dir=None', 'out_dir', 'None'),
-    ('--out_dir=a=b=c', 'out_dir', 'a=b=c'),
     ('--kv_share=', 'kv_share', ''),
     ('--seed=-1', 'seed', -1),
+    # text, whatever it looks like
+    *((f'--out_dir={text}', 'out_dir', text)
+      for text in ('007', 'None', 'a=b=c', 'ROMEO: a = b', "it's", '(1, 2)')),
+    (r"--out_dir='a\nb'", 'out_dir', 'a\nb'),
 ])
 def test_flag_value(flag, key, value):
     got = getattr(parse(flag), key)
     assert got == value and type(got) is type(value)
-
-
-def test_a_prompt_is_text_whatever_it_looks_like():
-    for text in ('ROMEO: a = b', '007', "it's", '(1, 2)'):
-        assert parse(f'--start={text}', program='sample').start == text
-    assert parse(r"--start='\n'", program='sample').start == '\n'
 
 
 @pytest.mark.parametrize('program', PROGRAMS)
@@ -122,9 +116,8 @@ LOCALE = 'config/train_mqa_locale.py'
     # another type
     *(([f'--{name}={value}'], [f'{name}=', value[:50], kind]) for name, value, kind in (
         ('batch_size', '1.5', 'a whole number'), ('batch_size', 'abc', 'a whole number'),
-        ('batch_size', 'True', 'a whole number'), ('batch_size', '', 'a whole number'),
-        ('dropout', 'False', 'a number'), ('bias', '1', 'True or False'),
-        ('learning_rate', '1' + '0' * 400, 'number'), ('learning_rate', '[1]', 'a number'),
+        ('batch_size', 'True', 'a whole number'), ('dropout', 'False', 'a number'),
+        ('bias', '1', 'True or False'), ('learning_rate', '1' + '0' * 400, 'number'),
         ('learning_rate', 'nan', 'number'), ('learning_rate', '-inf', 'number'))),
     # an unknown key, or one of another program
     (['--learnin_rate=1'], ["'learnin_rate'", "did you mean 'learning_rate'"]),
@@ -190,11 +183,9 @@ def test_a_config_file_is_found_from_any_working_directory(tmp_path, monkeypatch
     ('batch_size = 5\n\nmin_lr = learning_rat / 10\n', 3, 'NameError'),
     ('def _f():\n    return 1 / 0\nbatch_size = _f()\n', 2, 'ZeroDivisionError'),
     ('raise ValueError("two\\nlines")\n', 1, 'ValueError'),
-    ('import no_such_module\n', 1, 'ModuleNotFoundError'),
     ('{"max_iters": 5}\n', 1, 'this sets nothing'),
     ('batch_size = 5\nmax_iters: 5\n', 2, 'this sets nothing'),
     ('max_iters == 5\n', 1, 'this sets nothing'),
-    ('[training]\nmax_iters = 5\n', 1, 'this sets nothing'),
 ])
 def test_failing_config_file_names_file_line_and_reason(text, line, what, file):
     path = file(text)

@@ -15,10 +15,8 @@ NOT_TRACKED = shutil.ignore_patterns('.git', '.venv*', 'out*', 'runs', '__pycach
 COMMANDS = ['make demo', 'make test', 'source .venv/bin/activate', 'python sample.py',
             'python sample.py --watch=True', 'python chat.py', 'python -m kv out-mqa-local',
             'python data/text/prepare.py --input=book.txt --tokenizer=bpe:1024']
-SUBJECTS = ('king queen duke prince crown sword ring letter night morning garden house ship sea '
-            'wood castle wine song dance grave').split()
-MESSAGES = [f'What say you to the {subject}{end}'
-            for end in ('?', ' of my father, good my lady?') for subject in SUBJECTS]
+MESSAGES = [f'What say you to {name} the {n}th, good my lady?'
+            for name in ('Henry', 'Edward', 'Louis', 'Charles') for n in range(4, 14)]
 
 
 @pytest.fixture(scope='module')
