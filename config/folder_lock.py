@@ -115,15 +115,3 @@ def _holder(file) -> str:
             return ' '.join(found.split())
         time.sleep(0.05)
     return 'another process'
-
-
-def process_start(pid: int) -> str:
-    """Return an id of a process that is unique although process ids are reused: its pid, start time
-    in clock ticks and boot id. Without Linux's /proc, only its pid and the host name."""
-    try:
-        boot = Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()
-        stat = Path(f'/proc/{pid}/stat').read_text(encoding='utf-8')
-        ticks = stat.rpartition(')')[2].split()[19]
-        return f'{pid}, {ticks} after {boot}'
-    except (OSError, IndexError):
-        return f'{pid}, {socket.gethostname()}'

@@ -1,7 +1,9 @@
 """Settings that earlier versions had: an old flag, config file or checkpoint gets an answer."""
 
 COMMIT = '461914ad'  # the last one that has them
-KEYS = ()            # names of settings
+KEYS = (             # names of settings
+    'keep_checkpoints',
+)
 VALUES = {}          # name of a setting that stays -> values that it no longer takes
 
 

@@ -67,7 +67,6 @@ TRAIN = RUN + _keys(
     ('eval_only', False, 'evaluate once and stop'),
     ('always_save_checkpoint', True, 'save after every evaluation, not only improved ones'),
     ('checkpoint_interval', 0, 'also save every so many iterations; 0 = at evaluations only'),
-    ('keep_checkpoints', 1, 'checkpoints to keep: ckpt.pt, then ckpt_ITERATION.pt'),
     ('init_from', 'scratch', "'scratch', 'resume' from out_dir, or GPT-2's weights to finetune",
      ('scratch', 'resume') + GPT2_TYPES, GPT2_FOLDER),
     ('resume_from', 'ckpt.pt', "with init_from='resume': checkpoint in out_dir"),

@@ -143,6 +143,13 @@ def test_an_argument_that_is_refused_is_named_with_the_remedy(argv, words):
     assert 'gpt_config' not in message and 'folder_lock' not in message  # no config files
 
 
+@pytest.mark.parametrize('name, value', [('keep_checkpoints', 3)])
+def test_a_removed_setting_names_the_commit(file, name, value):
+    for argument in (f'--{name}={value!r}', file(f'{name} = {value!r}')):
+        message = refused(argument)
+        assert f'{name} was removed; commit 461914ad has it' in message
+
+
 def test_all_unknown_keys_of_a_file_are_named(file):
     path = file('learnin_rate = 1e-3\nn_experts = 8\nbatch_size = 5\nzzzz = 1')
     message = refused(path)

@@ -82,7 +82,7 @@ def out_of_range(**settings):
 TRAIN = [
     *out_of_range(
         batch_size=0, block_size=-16, gradient_accumulation_steps=0, eval_interval=0,
-        checkpoint_interval=-1, keep_checkpoints=0, max_skipped=0, max_iters=-1, beta1=1.0,
+        checkpoint_interval=-1, max_skipped=0, max_iters=-1, beta1=1.0,
         seed=2 ** 64, dropout=1.0, data_prefetch=65, muon_momentum=1.0,
         cooldown_iters=-1, attention_z_loss=-0.1),
     (dict(data_seed=2 ** 70), [2 ** 70]),
