@@ -2,9 +2,11 @@
 
 COMMIT = '461914ad'  # the last one that has them
 KEYS = (             # names of settings
-    'keep_checkpoints',
+    'keep_checkpoints', 'memory_budget',
 )
-VALUES = {}          # name of a setting that stays -> values that it no longer takes
+VALUES = {           # name of a setting that stays -> values that it no longer takes
+    'recompute': ('auto',),
+}
 
 
 def removed(name: str, value=None) -> str:

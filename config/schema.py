@@ -105,11 +105,9 @@ TRAIN = RUN + _keys(
     ('lr_decay_iters', 600000, 'iteration at which min_lr is reached'),
     ('min_lr', 6e-5, 'lowest learning rate'),
     ('recompute', 'none', "activations to recompute in the backward pass: 'none', 'selective', "
-     "'mlp', 'block', 'every:K' blocks, 'sqrt', 'offload' (to host memory instead), "
-     "'auto' (the fastest that fits)"),
+     "'mlp', 'block', 'every:K' blocks, 'sqrt', 'offload' (to host memory instead)"),
     ('checkpoint_blocks', False, "the same as recompute='block'"),
     ('chunked_loss', True, 'compute large logits and their gradients in chunks, to save memory'),
-    ('memory_budget', '', "with recompute='auto': memory limit, as '8GB'; '' = what is free now"),
     ('memory_report', False, 'before training, report the memory it will take'),
     ('parallel', 'ddp', "under torchrun: 'ddp' (replicas), or 'fsdp' (FSDP2: sharded parameters, "
      'gradients and optimizer state)', ('ddp', 'fsdp')),

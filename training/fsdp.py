@@ -13,7 +13,7 @@ from config.errors import UserError
 def check(s, dtype: torch.dtype) -> None:
     """Raise UserError if a setting is incompatible with parallel='fsdp'."""
     for name, wrong in (('optimizer', 'adamw8bit'), ('offload_optimizer', True),
-                        ('recompute', 'auto'), ('memory_report', True)):
+                        ('memory_report', True)):
         if getattr(s, name) == wrong:
             raise UserError(f"{name}={wrong!r} does not go with parallel='fsdp'")
     if dtype == torch.float16:

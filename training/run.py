@@ -25,7 +25,7 @@ from training.flops import achieved, peak_tflops
 from training.int8_forward import train_for_int8
 from training.load_model import check_weights
 from training.loss import linear_cross_entropy
-from training.memory import choose_policy, print_memory_report
+from training.memory import print_memory_report
 from training.optim import load_optimizer, make_optimizer, optimizer_state
 from training.recompute import set_recompute
 from training.update import GuardedUpdate, broken, propagate_nonfinite
@@ -89,13 +89,9 @@ class Run:
     def _prepare_model(self):
         """Set up recomputation, kernels and sharding."""
         s, ranks, model = self.s, self.ranks, self.model
-        policy = 'block' if s.checkpoint_blocks else s.recompute
         if not self.sharded:
             model.to(self.device)
-        if policy == 'auto':
-            policy = choose_policy(s, model.config, self.device, self.dtype, ranks.world_size,
-                                   lambda value: min(ranks.gather(value)))
-        set_recompute(model, policy)
+        set_recompute(model, 'block' if s.checkpoint_blocks else s.recompute)
         model.loss_fn = linear_cross_entropy if s.chunked_loss else None
         model.attention_backend = s.attention_backend
         if s.int8_training:

@@ -143,7 +143,7 @@ def test_an_argument_that_is_refused_is_named_with_the_remedy(argv, words):
     assert 'gpt_config' not in message and 'folder_lock' not in message  # no config files
 
 
-@pytest.mark.parametrize('name, value', [('keep_checkpoints', 3)])
+@pytest.mark.parametrize('name, value', [('keep_checkpoints', 3), ('memory_budget', '8GB')])
 def test_a_removed_setting_names_the_commit(file, name, value):
     for argument in (f'--{name}={value!r}', file(f'{name} = {value!r}')):
         message = refused(argument)

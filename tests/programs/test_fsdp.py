@@ -68,8 +68,7 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path, data_root, cou
 
 
 @pytest.mark.parametrize('name, value', dict(
-    optimizer='adamw8bit', offload_optimizer=True, dtype='float16', recompute='auto',
-    memory_report=True).items())
+    optimizer='adamw8bit', offload_optimizer=True, dtype='float16', memory_report=True).items())
 def test_settings_that_exclude_it(tmp_path, name, value):
     with pytest.raises(UserError, match=f"{name}={value!r}.* not go with *parallel='fsdp'"):
         run_train(tmp_path, parallel='fsdp', **{name: value})

@@ -12,7 +12,7 @@ from lab.ablation import lookup as looking
 from lab.ablation import tables
 from lab.ablation.summary import lookup_of_row
 from lab.ablation.tables import listed
-from model import GPT, model_args
+from model import GPT
 from tests.lab.ablation.test_ablate import LADDER
 
 TASK = LookupTask(block_size=60, pairs=(9, 2, 5), gap=11, n_keys=30, n_values=20)
