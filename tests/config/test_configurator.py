@@ -7,7 +7,7 @@ import pytest
 
 import configurator
 from config.errors import UserError
-from config.removed import COMMIT
+from config.removed import KEYS
 from config.schema import PROGRAMS
 from training.checkpoint import config_of
 
@@ -144,13 +144,18 @@ def test_an_argument_that_is_refused_is_named_with_the_remedy(argv, words):
     assert 'gpt_config' not in message and 'folder_lock' not in message  # no config files
 
 
-@pytest.mark.parametrize('name, value', [('kv_stride', 4)])
-def test_a_removed_setting_names_the_commit(file, name, value):
-    where = f'{name} was removed; commit 461914ad has it'
-    assert where in refused(f'--{name}={value}')
-    assert where in refused(file(f'{name} = {value}'))
-    with pytest.raises(UserError, match=f'model_args have {where}'):
-        config_of({'model_args': {name: value}}, 'ckpt.pt')
+@pytest.mark.parametrize('program, name, value', [
+    *(('train', name, 4) for name in KEYS), ('train', 'optimizer', 'adamw8bit'),
+    ('train', 'recompute', 'auto'), ('bench', 'mode', 'chat'), ('bench', 'against', 'llama.cpp')])
+def test_a_removed_setting_names_the_commit(file, program, name, value):
+    for argument in (f'--{name}={value}', file(f'{name} = {value!r}')):
+        assert 'was removed; commit 461914ad has it' in refused(argument, program=program)
+
+
+@pytest.mark.parametrize('name', ['kv_stride', 'act_clamp'])
+def test_a_checkpoint_of_a_removed_field_names_the_commit(name):
+    with pytest.raises(UserError, match=f'{name} was removed; commit 461914ad has it'):
+        config_of({'model_args': {name: 2}}, 'ckpt.pt')
 
 
 def test_all_unknown_keys_of_a_file_are_named(file):
@@ -212,19 +217,6 @@ def test_keys_and_choices_of_another_program_in_a_file_are_passed_over(file):
         assert "'scrach'" in refused(file("init_from = 'scrach'"), program=program)
 
 
-@pytest.mark.parametrize('name, value, said', [
-    ('act_clamp', 1.5, 'act_clamp'),
-    ('attention_z_loss', 0.1, 'attention_z_loss'),
-    ('int8_forward', True, 'int8_forward'),
-    ('int8_training', True, 'int8_training'),
-    ('offload_optimizer', True, 'offload_optimizer'),
-    ('optimizer', 'adamw8bit', "optimizer='adamw8bit'"),
-])
-def test_a_removed_setting_names_the_commit(file, name, value, said):
-    for given in (f'--{name}={value}', file(f'{name} = {value!r}')):
-        assert f'{said} was removed; commit 461914ad has it' in refused(given)
-
-
 # -- what is printed -------------------------------------------------------------------------------
 
 def test_overrides_are_echoed_in_nanogpts_words(file, capsys):
@@ -271,25 +263,9 @@ NANOGPT_SAMPLE = dict(init_from='resume', out_dir='out', start='\n', num_samples
                       max_new_tokens=500, temperature=0.8, top_k=200, seed=1337, compile=False)
 
 
-@pytest.mark.parametrize('name', [
-    'message_tokens', 'new_tokens', 'hit_rate', 'requests_per_second', 'away', 'bandwidth', 'flops',
-    'price', 'tpot', 'utilization'])
-def test_a_removed_setting_names_the_commit(file, name):
-    said = f'{name} was removed; commit 461914ad has it'
-    assert said in refused(f'--{name}=1') and said in refused(file(f'{name} = 1'))
-
-
 @pytest.mark.parametrize('program, keys', [('train', NANOGPT_TRAIN), ('sample', NANOGPT_SAMPLE)])
 def test_nanogpts_keys_keep_their_defaults(program, keys):
     assert {name: getattr(parse(program=program), name) for name in keys} == keys
-
-
-@pytest.mark.parametrize('program, given', [
-    ('bench', 'page_sizes=16'), ('bench', 'mode=chat'), ('bench', 'mode=lengths'),
-    ('bench', 'against=hf'), ('bench', 'against=llama.cpp')])
-def test_a_removed_setting_names_the_commit(program, given):
-    with pytest.raises(UserError, match=f'{given.partition("=")[0]}.* was removed; commit 461914ad'):
-        parse(f'--{given}', program=program)
 
 
 # -- run_program -----------------------------------------------------------------------------------
@@ -338,11 +314,3 @@ def test_run_program_shows_warnings_as_one_line_without_their_source():
             "configurator.run_program(lambda: warnings.warn('two\\nlines', stacklevel=1))")
     done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, 'warning: two lines\n')
-
-
-@pytest.mark.parametrize('program, setting', [
-    ('serve', 'prefix_folder=prefixes'), ('chat', 'prefix_disk_budget=1GB')])
-def test_a_removed_setting_names_the_commit(file, program, setting):
-    name, _, value = setting.partition('=')
-    for given in (f'--{setting}', file(f'{name} = {value!r}')):
-        assert f'{name} was removed; commit {COMMIT} has it' in refused(given, program=program)
