@@ -146,7 +146,7 @@ def test_an_argument_that_is_refused_is_named_with_the_remedy(argv, words):
 
 @pytest.mark.parametrize('program, name, value', [
     *(('train', name, 4) for name in KEYS), ('train', 'optimizer', 'adamw8bit'),
-    ('train', 'recompute', 'auto'), ('bench', 'mode', 'chat'), ('bench', 'against', 'llama.cpp')])
+    ('bench', 'mode', 'chat'), ('bench', 'against', 'llama.cpp')])
 def test_a_removed_setting_names_the_commit(file, program, name, value):
     for argument in (f'--{name}={value}', file(f'{name} = {value!r}')):
         assert 'was removed; commit 461914ad has it' in refused(argument, program=program)
