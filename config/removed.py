@@ -3,14 +3,15 @@
 COMMIT = '461914ad'  # the last one that has them
 KEYS = (  # names of settings (not vocab_size, which was never one of training)
     'act_clamp', 'attention_z_loss', 'away', 'bandwidth', 'flops', 'hit_rate', 'int8_forward',
-    'int8_training', 'kv_stride', 'memory', 'message_tokens', 'new_tokens', 'offload_optimizer',
-    'page_sizes', 'prefix_disk_budget', 'prefix_folder', 'price', 'requests_per_second', 'tpot',
-    'utilization',
+    'int8_training', 'keep_checkpoints', 'kv_stride', 'memory', 'memory_budget', 'message_tokens',
+    'new_tokens', 'offload_optimizer', 'page_sizes', 'prefix_disk_budget', 'prefix_folder', 'price',
+    'requests_per_second', 'tpot', 'utilization',
 )
 VALUES = {  # name of a setting that stays -> values that it no longer takes
     'against': ('hf', 'llama.cpp'),
     'mode': ('chat', 'lengths'),
     'optimizer': ('adamw8bit',),
+    'recompute': ('auto',),
 }
 
 

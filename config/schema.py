@@ -67,7 +67,6 @@ TRAIN = RUN + _keys(
     ('eval_only', False, 'evaluate once and stop'),
     ('always_save_checkpoint', True, 'save after every evaluation, not only improved ones'),
     ('checkpoint_interval', 0, 'also save every so many iterations; 0 = at evaluations only'),
-    ('keep_checkpoints', 1, 'checkpoints to keep: ckpt.pt, then ckpt_ITERATION.pt'),
     ('init_from', 'scratch', "'scratch', 'resume' from out_dir, or GPT-2's weights to finetune",
      ('scratch', 'resume') + GPT2_TYPES, GPT2_FOLDER),
     ('resume_from', 'ckpt.pt', "with init_from='resume': checkpoint in out_dir"),
@@ -105,11 +104,9 @@ TRAIN = RUN + _keys(
     ('lr_decay_iters', 600000, 'iteration at which min_lr is reached'),
     ('min_lr', 6e-5, 'lowest learning rate'),
     ('recompute', 'none', "activations to recompute in the backward pass: 'none', 'selective', "
-     "'mlp', 'block', 'every:K' blocks, 'sqrt', 'offload' (to host memory instead), "
-     "'auto' (the fastest that fits)"),
+     "'mlp', 'block', 'every:K' blocks, 'sqrt', 'offload' (to host memory instead)"),
     ('checkpoint_blocks', False, "the same as recompute='block'"),
     ('chunked_loss', True, 'compute large logits and their gradients in chunks, to save memory'),
-    ('memory_budget', '', "with recompute='auto': memory limit, as '8GB'; '' = what is free now"),
     ('memory_report', False, 'before training, report the memory it will take'),
     ('parallel', 'ddp', "under torchrun: 'ddp' (replicas), or 'fsdp' (FSDP2: sharded parameters, "
      'gradients and optimizer state)', ('ddp', 'fsdp')),

@@ -155,7 +155,7 @@ def saved_config(path: Path) -> GPTConfig:
     try:
         return config_of(read_file(path, mmap=True), path)
     except Exception:  # cannot be memory-mapped; if damaged, the loader says so
-        return config_of(load_checkpoint(path, whole=False), path)
+        return config_of(load_checkpoint(path), path)
 
 
 if __name__ == '__main__':

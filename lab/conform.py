@@ -14,6 +14,7 @@ from config import startup  # noqa: F401  # isort: skip  (before torch is import
 import contextlib
 import copy
 import dataclasses
+import functools
 import io
 import json
 import random
@@ -181,11 +182,18 @@ def cached(config: GPTConfig, dtype=torch.float64) -> None:
             cache.reset()
 
 
+def in_pages(config: GPTConfig) -> dict:
+    """Arguments of a paged cache for all rows."""
+    size = 8
+    return dict(cache_class=PagedKVCache, page_size=size,
+                n_pages=BATCH * -(-config.block_size // size))
+
+
 @torch.no_grad()
-def ragged(config: GPTConfig, dtype=torch.float64) -> None:
+def ragged(config: GPTConfig, dtype=torch.float64, paged=False) -> None:
     """Rows that append different numbers of tokens, and are emptied and filled again."""
     model, T, rng = random_model(config, dtype), config.block_size, random.Random(0)
-    cache = model.new_cache(BATCH, T)
+    cache = model.new_cache(BATCH, T, **(in_pages(config) if paged else {}))
     for turn in range(2):
         idx, held = tokens(BATCH, T, turn), [0] * BATCH
         full = model(idx, all_logits=True)[0]
@@ -327,21 +335,45 @@ def kernels(config: GPTConfig, seed: int = 0) -> None:
             f'{of_plain:.2g}')
 
 
-@torch.no_grad()
-def cpp_step(config: GPTConfig) -> None:
-    """The C++ decode step takes the model, and gives its logits, or refuses it by name."""
+def cpp_pair(config: GPTConfig, kv_dtype='auto', **kinds):
+    """A model, the C++ decode step on a cache of its own, an equal cache for the model's forward,
+    and the largest difference that is allowed. Raises Refused if the step does not take it."""
     model = random_model(config, torch.float32)
-    cache, plain = (model.new_cache(BATCH, config.block_size) for _ in range(2))
+    cache, plain = (model.new_cache(BATCH, config.block_size, kv_dtype, **kinds) for _ in range(2))
     step = native_decode(model, cache)
     if step is None:
         why = unsupported(model, cache)
         assert why or native.library() is None, 'refused although it knows all settings'
         raise Refused(why or 'no C++ compiler')
-    limit = 0.1 if config.kv_quant_train else 1e-3  # a value may be rounded either way
+    rounded = config.kv_quant_train or kv_dtype == 'int8'  # a value may be rounded either way
+    return model, step, plain, 0.1 if rounded else 1e-3
+
+
+@torch.no_grad()
+def cpp_step(config: GPTConfig) -> None:
+    """The C++ decode step takes the model, and gives its logits, or refuses it by name."""
+    model, step, plain, limit = cpp_pair(config)
     for position in range(config.block_size):
         idx = tokens(BATCH, 1, position)
         expected = model(idx, cache=plain)[0]
         check(step(idx)[:, None], expected, 'a step', limit, first=position)
+
+
+@torch.no_grad()
+def cpp_prompts(config: GPTConfig) -> None:
+    """Chunks of prompts and single tokens of other rows, in one C++ step on int8 pages."""
+    model, step, plain, limit = cpp_pair(config, 'int8', **in_pages(config))
+    idx, held, rng = tokens(BATCH, config.block_size), [0] * BATCH, random.Random(0)
+    while min(held) < config.block_size:
+        rows = [row for row, n in enumerate(held) if n < config.block_size]
+        rows = rng.sample(rows, rng.randint(1, len(rows)))
+        ends = [min(held[row] + rng.choice((1, 2, 5, 17)), config.block_size) for row in rows]
+        chunks = [idx[row, held[row]:end] for row, end in zip(rows, ends)]
+        logits = step.extend([chunk.tolist() for chunk in chunks], rows, [True] * len(rows))
+        for row, end, chunk, y in zip(rows, ends, chunks, logits):
+            expected = model(chunk[None], cache=plain, rows=[row])[0]
+            check(y[None, None], expected, f'{len(chunk)} tokens', limit, row, end - 1)
+            held[row] = end
 
 
 @torch.no_grad()
@@ -352,8 +384,8 @@ def captured_step(config: GPTConfig) -> None:
         raise Refused(unknown)
     model, T = random_model(config), config.block_size
     idx = tokens(BATCH, T)
-    full, pages = model(idx, all_logits=True)[0], dict(cache_class=PagedKVCache, page_size=8)
-    for kinds in ({}, pages | dict(n_pages=BATCH * -(-T // 8))):
+    full = model(idx, all_logits=True)[0]
+    for kinds in ({}, in_pages(config)):
         cache = model.new_cache(BATCH, T, **kinds)
         step, held = CapturedDecode(model, cache, fused=False, capture=False), [0] * BATCH
         for turn in range(2 * T):  # each row sits out every fourth step
@@ -413,9 +445,10 @@ def resumed(config: GPTConfig) -> None:
 CHECKS = {
     'parameters': counted, 'cache, float64': cached,
     'cache, float32': lambda config: cached(config, torch.float32), 'ragged rows': ragged,
+    'pages': functools.partial(ragged, paged=True),
     'engine and prefix cache': engine, 'bytes': nbytes, 'int8 K and V': quantized,
     'gradients': gradients, 'recomputation': recomputed, 'training kernels': kernels,
-    'resuming': resumed, 'C++ decode step': cpp_step, 'captured step': captured_step,
+    'resuming': resumed, 'C++ decode step': cpp_step, 'C++ prompts': cpp_prompts, 'captured step': captured_step,
     'export': exported}
 
 

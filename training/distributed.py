@@ -1,7 +1,6 @@
 """The processes of a run started by torchrun; without torchrun, a single process."""
 import contextlib
 import os
-import socket
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -122,34 +121,23 @@ class Ranks:
 
 
 def launch_id() -> str:
-    """Return an id of this torchrun launch, the same after a restart; '' without torchrun."""
-    run = os.environ.get('TORCHELASTIC_RUN_ID', '')
-    if run == 'none':  # no --rdzv-id was given
-        return f'none, agent {_process_start(os.getppid())}'
-    return run
+    """Return the id of this torchrun launch, the same after a restart; '' if it has none."""
+    name = os.environ.get('TORCHELASTIC_RUN_ID', '')
+    return '' if name == 'none' else name
 
 
 def go_on_after_restart(s, ranks: Ranks) -> None:
     """If torchrun has restarted the processes (--max-restarts) because one died or joined, change
-    the settings to resume from ckpt.pt, provided that this launch has saved one."""
-    path = Path(s.out_dir) / 'ckpt.pt'
+    the settings to resume from ckpt.pt, provided that this launch has saved one. Raises UserError
+    if it may restart them, but its launch has no id."""
+    path, launch = Path(s.out_dir) / 'ckpt.pt', launch_id()
+    if _env('TORCHELASTIC_MAX_RESTARTS', 0) and not launch:
+        raise UserError('--max-restarts needs a launch with an id, by which a restart knows its '
+                        'own checkpoint: give torchrun --standalone or --rdzv-id=NAME')
     saved = peek(path)
-    if ranks.gather(saved is not None and saved.launch == launch_id() != '')[0]:
-        print(f'{path} was saved by this launch ({launch_id()}), so this is a restart: '
-              'going on from it')
+    if ranks.gather(saved is not None and saved.launch == launch != '')[0]:
+        print(f'{path} was saved by this launch ({launch}), so this is a restart: going on from it')
         s.init_from, s.resume_from = 'resume', path.name
-
-
-def _process_start(pid: int) -> str:
-    """Return an id of a process that is unique although process ids are reused: its pid, start time
-    in clock ticks and boot id. Without Linux's /proc, only its pid and the host name."""
-    try:
-        boot = Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()
-        stat = Path(f'/proc/{pid}/stat').read_text(encoding='utf-8')
-        ticks = stat.rpartition(')')[2].split()[19]
-        return f'{pid}, {ticks} after {boot}'
-    except (OSError, IndexError):
-        return f'{pid}, {socket.gethostname()}'
 
 
 def _env(name: str, default: int) -> int:

@@ -129,29 +129,6 @@ def largest_batch(peak, budget: int, start: int = 1, whole: int = 0) -> int:
     return 0
 
 
-def choose_policy(s, config, device: torch.device, dtype: torch.dtype, n_processes: int = 1,
-                  least=lambda value: value) -> str:
-    """Choose, and print, the policy for recompute='auto': the fastest whose predicted peak fits the
-    budget. Raises UserError if none fits (naming the smallest peak), or memory_budget is not a
-    size. least: minimum over processes, so that all make the same choice."""
-    plans = Plans(s, config, device, dtype, n_processes)
-    if s.memory_budget:
-        budget = parse_bytes(s.memory_budget, 'memory_budget')
-        words = f'memory_budget={s.memory_budget}'
-    else:
-        free = least(free_memory(device)) // (n_processes if device.type == 'cpu' else 1)
-        budget = int(USABLE * (plans.memory('none').parameters + free))
-        words = f'{nice_bytes(budget)}, {USABLE:.0%} of what is free'
-    for policy in plans.policies:
-        peak = plans.memory(policy).peak
-        if peak <= budget:
-            eager = ' (for the model as it is; compiled it keeps less)' if s.compile else ''
-            print(f"recompute='auto' is {policy!r}: predicted peak {nice_bytes(peak)}{eager}, "
-                  f'budget {words}')
-            return policy
-    raise plans.nothing_fits(f"recompute='auto': no policy fits {words}", s.batch_size, budget)
-
-
 def print_memory_report(run, dtype: torch.dtype) -> None:
     """Print, on rank 0, the report of train.py's --memory_report for a `Run` that has its first
     batch. The run's random state, data and gradients are left unchanged."""

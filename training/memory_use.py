@@ -235,6 +235,5 @@ def free_memory(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0] + cached
     free = available_memory()
     if not free:
-        raise UserError('this system does not say how much memory is free: give memory_budget, as '
-                        "'8GB'")
+        raise UserError('this system does not say how much memory is free: give --budget=8GB')
     return free

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import (
     CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts)
 
 from config.errors import UserError
+from config.removed import removed
 from training.offload import offloaded
 
 NAMES = ('none', 'selective', 'mlp', 'block', 'sqrt', 'offload')  # the fastest first; and 'every:K'
@@ -77,8 +78,8 @@ class Recompute:
             size = int(number)
         elif name not in NAMES:
             allowed = ', '.join(map(repr, NAMES))
-            raise UserError(f"recompute={name!r}: allowed are {allowed}, 'every:K', and in "
-                            "train.py 'auto'")
+            raise UserError(removed('recompute', name)
+                            or f"recompute={name!r}: allowed are {allowed} and 'every:K'")
         starts = range(0, n_layer, size) if size else ()
         segments = tuple((first, min(first + size, n_layer)) for first in starts)
         return cls(name, segments, dropout)

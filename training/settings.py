@@ -21,7 +21,7 @@ def check_settings(s, data_root: Path) -> None:
                         f'prepared (data/{s.dataset}/prepare.py does it: 9 billion tokens, hours); '
                         'to begin, train the demo: python train.py config/train_mqa_local.py')
     at_least(s, batch_size=1, gradient_accumulation_steps=1, eval_interval=1, log_interval=1,
-             eval_iters=1, keep_checkpoints=1, max_skipped=1, max_iters=0, warmup_iters=0,
+             eval_iters=1, max_skipped=1, max_iters=0, warmup_iters=0,
              grad_clip=0, weight_decay=0, learning_rate=0, min_lr=0, checkpoint_interval=0,
              cooldown_iters=0, data_prefetch=0)
     if s.lr_schedule == 'wsd' and s.decay_lr and s.warmup_iters + cooldown(s) > s.lr_decay_iters:

@@ -140,7 +140,7 @@ class Speed:
         if key not in self.models:
             model = GPT(config).to(self.device)
             # 'auto' would depend on the machine's memory
-            set_recompute(model, 'none' if s.recompute == 'auto' else s.recompute)
+            set_recompute(model, s.recompute)
             model.loss_fn = linear_cross_entropy if s.chunked_loss else None
             if native.wanted(s, self.device):
                 native.speed_up(model)

@@ -27,7 +27,7 @@ from engine.weights.quantize import quantize_weights
 from interop.convert import convert_weights
 from lab.ablation.identifiers import find_identifiers, loss_by_distance
 from lab.ablation.ladder import read_ladder
-from lab.ablation.lookup import lookup, recall, solved_at
+from lab.ablation.lookup import lookup, recall
 from lab.ablation.results import Results, core_digest
 from model import GPT
 from training.checkpoint import config_of
@@ -134,8 +134,7 @@ def measure(ladder, row, seed: int, saved, path: Path) -> dict:
     quantize_weights(model, row.weight_dtype)
     task, kv_dtype = task_of(s), model.resolved_kv_dtype(row.kv_dtype)
     if s.dataset == 'lookup':
-        judged = {'lookup': lookup(model, kv_dtype, task) | {
-            'solved_at': solved_at(path.parent, ladder.trained_config(row), task)}}
+        judged = {'lookup': lookup(model, kv_dtype, task)}
     elif task:
         judged = {'recall': recall(model, kv_dtype, task)}
     else:

@@ -12,7 +12,6 @@ from engine.engine import Engine
 from engine.pages.table import page_nbytes, rows_nbytes
 from engine.requests.params import SamplingParams
 from model import GPT
-from tests.helpers.mechanisms import MECHANISMS
 from tests.helpers.serving import (
     ALPHABET, KINDS, TOKENIZER, alone, assert_as_full_forwards_say, assert_idle, assert_same,
     budget_for, engines, model_of, needed, prompt, requests)
@@ -24,7 +23,7 @@ def ask(engine, wanted):
 
 # -- results ---------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('kind', [*KINDS, *MECHANISMS])
+@pytest.mark.parametrize('kind', [*KINDS, 'together', 'offset keys', 'latents'])
 @settings(max_examples=6)
 @given(data=st.data())
 def test_every_request_gets_the_tokens_of_full_forwards(kind, data):

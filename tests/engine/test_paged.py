@@ -12,7 +12,7 @@ from engine.pages.cache import PagedKVCache, PagedStore, table_attention
 from engine.pages.table import OutOfPages, page_nbytes, rows_nbytes
 from engine.steps.static import put
 from kv.plan import GLOBAL, KV_DTYPES, plan_kv
-from tests.helpers.models import FULL_STACK, chunkings, configs, feed, max_gap, random_model, tokens
+from tests.helpers.models import FULL_STACK, configs, max_gap, random_model, tokens
 from tests.helpers.reference import dense_attention
 from tests.helpers.runs import Run
 
@@ -48,19 +48,6 @@ def test_anything_done_to_a_cache_equals_each_row_alone(quantized, kind, n_examp
         pages = ample(batch, room, page_size) if paged else {}
         Run(config, batch, room, **kind, **pages).anything(data, can_fork=paged)
     check()
-
-
-@settings(max_examples=40)
-@given(data=st.data(), config=configs(windows=(1, 2, 5, 8)),
-       page_size=st.sampled_from(SIZES),
-       kv_dtype=st.sampled_from(['auto', 'float32', 'bfloat16', 'int8', 'int4']))
-def test_paged_equals_contiguous_in_any_dtype_and_chunking(data, config, page_size, kv_dtype):
-    T = past_two_wraps(config)
-    model, idx = random_model(config), tokens(2, T)
-    chunks = data.draw(chunkings(T))
-    contiguous = feed(model, model.new_cache(2, T, kv_dtype), idx, chunks)
-    paged = model.new_cache(2, T, kv_dtype, **ample(2, T, page_size))
-    assert max_gap(feed(model, paged, idx, chunks), contiguous) < 1e-9
 
 
 # -- pages -----------------------------------------------------------------------------------------

@@ -89,10 +89,10 @@ def held(cache):
 
 
 @torch.no_grad()
-def test_in_pieces_by_caches_of_the_plans_bytes(pair):
+def test_in_pieces_by_caches_of_the_plans_bytes(some_pair):
     """A dynamic cache keeps one position less than the window. The state of offset keys is derived
     from all keys there."""
-    ours, theirs = pair
+    ours, theirs = some_pair
     idx, c = tokens(2, 40), ours.config
     narrower = plan_kv(dataclasses.replace(c, window_size=max(0, c.window_size - 1)))
     state = 2 * sum(slot.state_nbytes('float32') for slot in ours.plan.slots)
@@ -112,9 +112,9 @@ def greedy(model, idx, n):
 @pytest.mark.filterwarnings('ignore:layer_pattern')
 @pytest.mark.parametrize('kept_in', ['dynamic', 'static'])
 @torch.no_grad()
-def test_generate(pair, kept_in):
+def test_generate(some_pair, kept_in):
     """Beyond two windows; padded on the left; and with beams, which reorder the cache."""
-    ours, theirs = pair
+    ours, theirs = some_pair
     prompts, n = tokens(3, 9, seed=1), 25
     settings = dict(max_new_tokens=n, do_sample=False, pad_token_id=0, disable_compile=True,
                     cache_implementation=kept_in)

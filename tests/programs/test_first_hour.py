@@ -54,7 +54,7 @@ BARE = [sys.executable, '-S', '-E']  # without site-packages, and without PYTHON
     *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob('data/*/prepare.py')),
     *(f'-m {name}' for name in (
         'kv', 'interop.evaluate', 'interop.export', 'interop.convert', 'interop.import_hf',
-        'training.memory', 'training.plot', 'training.shards'))])
+        'training.memory', 'training.plot'))])
 def test_a_python_without_the_packages_is_one_line(program):
     done = subprocess.run([*BARE, *program.split()], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.count('\n') == 1

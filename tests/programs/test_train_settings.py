@@ -107,15 +107,3 @@ def test_the_report_changes_no_loss(tmp_path, capsys):
         assert predicted == measured
     for policy in ('none', 'selective', 'mlp', 'block', 'sqrt'):
         assert re.search(f'^{policy} +.*%', out, re.M)
-
-
-@pytest.mark.parametrize('budget, policy', [
-    ('400KB', 'selective'), ('300KB', 'block'), ('', 'none')])
-def test_auto_takes_the_fastest_that_fits(tmp_path, capsys, budget, policy):
-    config = dict(LESS, max_iters=2, eval_interval=2, eval_iters=1, dtype='float32')
-    run_train(tmp_path / 'auto', config, recompute='auto', memory_budget=budget)
-    of = f'memory_budget={budget}' if budget else '.*B, 90% of what is free'
-    message = rf"^recompute='auto' is '{policy}': predicted peak [\d.]+ [kM]B, budget {of}$"
-    assert re.search(message, capsys.readouterr().out, re.M)
-    run_train(tmp_path / 'given', config, recompute=policy)
-    assert losses(tmp_path / 'auto') == losses(tmp_path / 'given')
