@@ -62,7 +62,7 @@ def test_it_learns(tmp_path, changes):
     assert changes['dtype'] != 'float16' or rows[-1]['loss_scale'] >= 1
 
 
-@pytest.mark.parametrize('policy', ['selective', 'block', 'offload', 'auto'])
+@pytest.mark.parametrize('policy', ['selective', 'block', 'offload'])
 @pytest.mark.parametrize('backend', ['sdpa', 'flex'])
 def test_recomputation_changes_nothing(tmp_path, policy, backend):
     config = FULL_STACK | BIG | GPU | dict(attention_backend=backend, max_iters=6)

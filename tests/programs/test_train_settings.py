@@ -9,9 +9,6 @@ from config.errors import UserError
 from tests.programs.support import FULL_STACK, VANILLA, load, losses, run_train
 from training import batches
 
-# the time of a prediction grows with the number of layers
-LESS = dict(FULL_STACK, n_layer=4, layer_pattern='LG', kv_share='AB')
-
 
 @pytest.mark.parametrize('trained_with, wanted', [
     (dict(optimizer='adamw'), dict(optimizer='muon')),
