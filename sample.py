@@ -69,7 +69,7 @@ def sample_start(s):
     model, tokenizer, _ = load(s)
     generators = sample_generators(s.seed, s.num_samples, model.device)
     prompt = encode_prompt(tokenizer, *start)
-    print_notes(s, model, tokenizer, stops, len(prompt))
+    print_notes(s, model, len(prompt))
 
     batches, cache = [], None
     max_seq_len = cache_length(model, len(prompt), s.max_new_tokens)
@@ -133,7 +133,7 @@ def generate_batch(generation, tokenizer, prompt, stops, watch_speed) -> tuple[l
     return times, sum(sample.n_tokens for sample in samples)
 
 
-def print_notes(s, model, tokenizer, stops, n_prompt):
+def print_notes(s, model, n_prompt):
     """Print notes on behavior that a user may not expect."""
     past = n_prompt + s.max_new_tokens - 1 > model.config.block_size
     if model.rotary is None and past:
@@ -143,12 +143,6 @@ def print_notes(s, model, tokenizer, stops, n_prompt):
     if s.watch and not watchable():
         print('Note: watch=True needs a terminal that shows UTF-8, which stdout is not: the text '
               'is printed as without it')
-    for stop in stops:
-        try:
-            tokenizer.encode(stop)
-        except UserError:
-            print(f"Note: the stop text {stop!r} cannot come up: the model's alphabet lacks a "
-                  'character of it')
 
 
 def speed(batches) -> dict:
