@@ -9,6 +9,7 @@ import train
 from config.gpt_config import GPTConfig
 from model import GPT
 from tests.programs.support import FULL_STACK, VANILLA, load, run_train
+from training.flops import flops_per_token
 
 NANOGPT_KEYS = {'model', 'optimizer', 'model_args', 'iter_num', 'best_val_loss', 'config'}
 # on a CPU in float32: no loss scale, and no known peak for MFU
@@ -50,7 +51,10 @@ def test_log_lines_end_with_mfu_on_cuda_and_pace_elsewhere(tmp_path, capsys, mon
     seconds = iter([1000.0] + [1.0] * 50)
     monkeypatch.setattr(train.Pace, 'read', lambda pace: next(seconds))
     rows = run_train(tmp_path, max_iters=5, eval_interval=100).rows
-    assert all(row['mfu'] == row['model_tflops_per_second'] / 0.5 for row in rows)
+    flops = sum(flops_per_token(GPT(GPTConfig(**VANILLA_ARGS))))
+    for row in rows:
+        tflops = flops * row['tokens_per_second'] / 1e12
+        assert row['model_tflops_per_second'] == pytest.approx(tflops) == row['mfu'] * 0.5
     lines = re.findall('^iter .*', capsys.readouterr().out, re.M)
     assert 'left' not in lines[0] and lines[1].endswith(', 64 tokens/s, 0:00:04 left')
     assert lines[4].endswith('0:00:01 left')
