@@ -3,7 +3,6 @@
 # steps.
 #   python ablate.py config/ablate_lookup.py --jobs=2
 base = 'config/train_lookup.py'
-keep_checkpoints = 100     # 'solved at' is measured with them
 seeds = '1,2,3,4,5'
 _STEP = dict(seeds='1,2,3')  # on the way to the default plan
 rows = {
@@ -49,5 +48,4 @@ side_rows = {
                                                       seeds='1,2')),
 }
 baseline = 'MHA with key offset'
-speed = False
 contexts = '288'

@@ -27,7 +27,7 @@ from engine.weights.quantize import quantize_weights
 from interop.convert import convert_weights
 from lab.ablation.identifiers import find_identifiers, loss_by_distance
 from lab.ablation.ladder import read_ladder
-from lab.ablation.lookup import lookup, recall, solved_at
+from lab.ablation.lookup import lookup, recall
 from lab.ablation.results import Results, core_digest
 from model import GPT
 from training.checkpoint import config_of
@@ -92,7 +92,6 @@ def losses(model, row, windows, tokenizer) -> tuple[dict, torch.Tensor]:
             'bits_per_byte': evaluate.bits_per_byte(loss, tokens, size),
             'perplexity': math.exp(loss),
             'loss_by_position': [round(x, 3) for x in cached.mean(0).tolist()],
-            'loss_by_window': [round(x, 5) for x in cached.mean(1).tolist()],
             'kv_dtype': kv_dtype, 'windows': len(windows), 'tokens': tokens, 'bytes': size,
             'chunks': [first, chunk]}, cached
 
@@ -109,8 +108,7 @@ def effect_of_noise(model, plain, windows, batch: int) -> float:
 
 
 def training_figures(out_dir: Path, s) -> dict:
-    """Metrics of the training run. Other runs on the machine may have slowed it down, so cost.py
-    measures the speed."""
+    """Metrics of the training run. Other runs on the machine may have slowed it down."""
     rows = list(read_metrics(out_dir / 'metrics.jsonl'))  # of a ladder's run, which is short
     evaluations = [[row['iter'], row['train_loss'], row['val_loss']]
                    for row in rows if 'val_loss' in row]
@@ -134,8 +132,7 @@ def measure(ladder, row, seed: int, saved, path: Path) -> dict:
     quantize_weights(model, row.weight_dtype)
     task, kv_dtype = task_of(s), model.resolved_kv_dtype(row.kv_dtype)
     if s.dataset == 'lookup':
-        judged = {'lookup': lookup(model, kv_dtype, task) | {
-            'solved_at': solved_at(path.parent, ladder.trained_config(row), task)}}
+        judged = {'lookup': lookup(model, kv_dtype, task)}
     elif task:
         judged = {'recall': recall(model, kv_dtype, task)}
     else:

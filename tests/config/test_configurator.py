@@ -341,7 +341,9 @@ def test_run_program_shows_warnings_as_one_line_without_their_source():
 
 
 @pytest.mark.parametrize('program, setting', [
-    ('serve', 'prefix_folder=prefixes'), ('chat', 'prefix_disk_budget=1GB')])
+    ('serve', 'prefix_folder=prefixes'), ('chat', 'prefix_disk_budget=1GB'),
+    ('ablate', 'also_as=svg'), ('ablate', 'converted_from=x'), ('ablate', 'recall=x'),
+    ('ablate', 'shape=x'), ('ablate', 'speed=x')])
 def test_a_removed_setting_names_the_commit(file, program, setting):
     name, _, value = setting.partition('=')
     for given in (f'--{setting}', file(f'{name} = {value!r}')):
