@@ -9,8 +9,8 @@ of each.
     python ablate.py config/ablate_prices.py --report_only=True
     python ablate.py --help
 
-Writes results/NAME: report.md, pictures, table.csv, results.json, and runs.jsonl with a line for
-each row and seed. Finished runs are not repeated. To combine two machines' runs, join their
+Writes results/NAME: report.md, pictures, results.json, and runs.jsonl with a line for each row and
+seed. Finished runs are not repeated. To combine two machines' runs, join their
 runs.jsonl with `cat`.
 On Ctrl-C, running training jobs save a checkpoint; the same command resumes them.
 How to write your own ladder: docs/ablations.md
@@ -22,14 +22,11 @@ import warnings
 import configurator
 from config.errors import UserError
 from config.folder_lock import only_writer
-from lab.ablation import cost
 from lab.ablation.jobs import Job, run_jobs
 from lab.ablation.ladder import Ladder, read_ladder, slug_of
 from lab.ablation.report import show, write_report
-from lab.ablation.results import ROOT, Results, read_json
-from lab.ablation.summary import recall_of, summarize
-from lab.benchmarks.setting import numbers
-from lab.files import write_json
+from lab.ablation.results import ROOT, Results
+from lab.ablation.summary import summarize
 from training.device import pick_device
 from training.plotting import pyplot
 
@@ -38,16 +35,8 @@ def jobs_of(ladder: Ladder, results: Results, argv: list[str], only: set) -> dic
     """Return (row, seed) -> job, for each training run that some row still needs."""
     wanted = [(row, seed) for row in ladder.rows.values() for seed in ladder.seeds(row)
               if not results.read(row, seed) and (not only or row.name in only)]
-    for row, seed in list(wanted):
-        # its initial weights may come from a row or a seed that was not requested
-        while row.converted_from:
-            row = ladder.rows[row.converted_from]
-            if not results.read(row, seed):
-                wanted.append((row, seed))
-    place = {row.name: {seed: i for i, seed in enumerate(ladder.seeds(row))}
-             for row in ladder.rows.values()}
     # the whole ladder with one seed first
-    wanted.sort(key=lambda run: (run[0].side, place[run[0].name].get(run[1], 0)))
+    wanted.sort(key=lambda run: (run[0].side, ladder.seeds(run[0]).index(run[1])))
     runs = dict.fromkeys((ladder.trainer(row), seed) for row, seed in wanted)
     return {run: job(ladder, results, *run, argv) for run in runs}
 
@@ -58,11 +47,8 @@ def job(ladder, results, row, seed, argv) -> Job:
     train = [str(ROOT / 'train.py'), *ladder.arguments(row, seed), f'--out_dir={out_dir}',
              '--always_save_checkpoint=True']
     commands = [train, ['-m', 'lab.ablation.measure', row.name, str(seed), *argv]]
-    begun = (out_dir / 'ckpt.pt').is_file()
-    if begun or row.converted_from:
+    if (out_dir / 'ckpt.pt').is_file():
         train.append('--init_from=resume')
-    if row.converted_from and not begun:
-        commands.insert(0, ['-m', 'lab.ablation.convert', row.name, str(seed), *argv])
     return Job(f'{row.name}, seed {seed}', commands, out_dir)
 
 
@@ -72,13 +58,8 @@ def train_all(ladder, results, argv, only) -> int:
     devices = [name.strip() for name in (s.devices or s.device).split(',')]
     for name in devices:
         pick_device(name)
-    failed = 0
-    # rows with converted weights after the rows they come from
-    for depth in sorted({ladder.depth(row) for row in ladder.rows.values()}):
-        jobs = [job for run, job in jobs_of(ladder, results, argv, only).items()
-                if ladder.depth(run[0]) == depth]
-        failed += len(run_jobs(jobs, devices, s.jobs)) if jobs else 0
-    return failed
+    jobs = list(jobs_of(ladder, results, argv, only).values())
+    return len(run_jobs(jobs, devices, s.jobs)) if jobs else 0
 
 
 def chosen(ladder) -> set:
@@ -92,28 +73,6 @@ def chosen(ladder) -> set:
             there = ', '.join(map(repr, ladder.rows))
             raise UserError(f'only={only!r}: there is no row {name.strip()!r}; there are {there}')
     return {slugs[slug_of(name)] for name in wanted}
-
-
-def measured_speed(ladder, results, measure: bool) -> dict | None:
-    """Return the speed of all rows, as measured earlier on any machine. If it was not, and
-    `measure` is set, it is measured now."""
-    if not ladder.s.speed:
-        return None
-    path, speed = results.folder / 'speed.json', cost.Speed(ladder)
-    found = read_json(path)
-    if found and found['fingerprint'] != speed.fingerprint:
-        found = None
-    if measure and not found:
-        found = speed.measure()
-        write_json(path, found)
-    return found
-
-
-def summary_of(ladder, results, measure: bool) -> dict:
-    contexts = numbers('contexts', ladder.s.contexts)
-    speed = measured_speed(ladder, results, measure)
-    return summarize(ladder, results, speed, recall_of(ladder, results.folder),
-                     lambda row: cost.kv_bytes(ladder, row, contexts))
 
 
 def list_runs(ladder, results, argv, only) -> None:
@@ -136,22 +95,18 @@ def main(argv=None):
     results, only = Results(ladder), chosen(ladder)
     if s.pictures:
         pyplot(' (or give --pictures=False)')  # fails now rather than after training
-    if line := results.other_core(measured_speed(ladder, results, measure=False)):
+    if line := results.other_core():
         print(line)
     if s.dry_run:
         list_runs(ladder, results, argv, only)
         return
     failed = 0
-    if s.report_only:
-        summary = summary_of(ladder, results, measure=False)
-    else:
+    if not s.report_only:
         with only_writer(results.folder, 'Wait until it has ended, or give another --folder'):
             failed = train_all(ladder, results, argv, only)
             results.compact()
-            # a first report, in case the speed measurement fails
-            write_report(summary_of(ladder, results, measure=False), results.folder)
-            summary = summary_of(ladder, results, measure=not only)
-    write_report(summary, results.folder, s.also_as)
+    summary = summarize(ladder, results)
+    write_report(summary, results.folder)
     show(summary)
     print(f'\nreport: {results.folder / "report.md"}')
     if s.json:

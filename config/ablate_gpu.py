@@ -38,4 +38,3 @@ side_rows = {
 baseline = '+ RoPE, qk_norm'
 
 contexts = '1024,8192'
-speed = False              # docs/gpu.md

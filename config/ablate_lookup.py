@@ -48,5 +48,4 @@ side_rows = {
                                                       seeds='1,2')),
 }
 baseline = 'MHA with key offset'
-speed = False
 contexts = '288'

@@ -36,4 +36,3 @@ baseline = 'baseline'
 side_rows = {f'{row} at learning rate {lr:g}': (row, dict(learning_rate=lr, seeds='1'))
              for row in ('baseline', 'full stack') for lr in (5e-3, 2e-2)}
 contexts = '512'
-speed = False

@@ -1,5 +1,5 @@
 # From GPT-2 to the full stack, one change at a time, and what each mechanism that others use costs
-# in it: loss, recall, KV bytes, speed. Eight seeds, fixed before the first run; about ten hours on
+# in it: loss and KV bytes. Eight seeds, fixed before the first run; about ten hours on
 # 2 CPU cores.
 #   python ablate.py config/ablate_prices.py --jobs=2
 #   python ablate.py config/ablate_prices.py --dry_run=True
@@ -62,14 +62,6 @@ side_rows |= {
     'AdamW, twice the steps': (_FULL, _ADAMW | _TWICE | _FEW),
     'int8 in training': (_FULL, dict(kv_quant_train='int8', kv_dtype='int8') | _ONE),
 }
-# uptraining (GQA, Ainslie et al. 2023): converted weights of the strongest baseline, trained for a
-# tenth of the steps
-_SHORT = dict(converted_from='+ qk_norm', max_iters=80, lr_decay_iters=80, warmup_iters=8,
-              learning_rate=6e-3, min_lr=6e-4, eval_interval=10) | _ONE
-side_rows |= {
-    'uptrained to MQA': ('+ MQA', _SHORT),
-    'uptrained to all but wider heads': ('+ global KV tied', _SHORT),
-}
 # other learning rates
 for _row in ('vanilla GPT-2', '+ qk_norm', _FULL):
     for _lr in (6e-3, 2.4e-2):
@@ -77,6 +69,4 @@ for _row in ('vanilla GPT-2', '+ qk_norm', _FULL):
             _row, dict(learning_rate=_lr, min_lr=_lr / 10) | _ONE)
 
 baseline = '+ qk_norm'
-recall = 'ablate_recall,ablate_lookup'
 contexts = '256,1024,4096'
-batch_sizes = '1,16'

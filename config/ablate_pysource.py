@@ -41,4 +41,3 @@ for _row in ('+ key offset', _FULL):
             _row, dict(learning_rate=_lr, min_lr=_lr / 10, seeds='1'))
 baseline = '+ key offset'
 contexts = '512,4096'
-batch_sizes = '1,16'

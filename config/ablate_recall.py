@@ -19,5 +19,4 @@ side_rows = {
         layer_pattern='LLLLL', kv_share='AABBB', seeds='1')),
 }
 
-speed = False
 contexts = '96'

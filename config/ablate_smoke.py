@@ -28,4 +28,3 @@ jobs = 2
 
 eval_windows = 64
 contexts = '64,256'
-batch_sizes = '1,8'

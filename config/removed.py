@@ -2,10 +2,11 @@
 
 COMMIT = '461914ad'  # the last one that has them
 KEYS = (  # names of settings (not vocab_size, which was never one of training)
-    'act_clamp', 'attention_z_loss', 'away', 'bandwidth', 'flops', 'hit_rate', 'int8_forward',
-    'int8_training', 'keep_checkpoints', 'kv_stride', 'memory', 'memory_budget', 'message_tokens',
-    'new_tokens', 'offload_optimizer', 'page_sizes', 'prefix_disk_budget', 'prefix_folder', 'price',
-    'requests_per_second', 'tpot', 'utilization',
+    'act_clamp', 'also_as', 'attention_z_loss', 'away', 'bandwidth', 'converted_from', 'flops',
+    'hit_rate', 'int8_forward', 'int8_training', 'keep_checkpoints', 'kv_stride', 'memory',
+    'memory_budget', 'message_tokens', 'new_tokens', 'offload_optimizer', 'page_sizes',
+    'prefix_disk_budget', 'prefix_folder', 'price', 'recall', 'requests_per_second', 'shape',
+    'speed', 'tpot', 'utilization',
 )
 VALUES = {  # name of a setting that stays -> values that it no longer takes
     'against': ('hf', 'llama.cpp'),

@@ -270,15 +270,8 @@ ABLATE = _keys(
     ('eval_windows', 0, 'validation windows per model; 0 = all that do not overlap'),
     ('identifiers', False, 'the data are Python source: measure the loss of identifiers, by the '
      'distance to their last use'),
-    ('recall', '', 'folders, beside this one, separated by commas, of ladders of the recall or '
-     'look-up task: to show their recall with the losses'),
-    ('speed', True, 'after training, time decoding, prefill and training of every row'),
-    ('contexts', '256,1024,4096', 'tokens in the cache for decode timings and KV bytes'),
-    ('batch_sizes', '1,16', 'batch sizes for decode timings'),
-    ('shape', {}, 'model settings for the timings, if not as trained: dict(n_layer=12)'),
-    ('repeats', 5, 'timed rounds, at least 5, after a warm-up'),
+    ('contexts', '256,1024,4096', 'tokens in the cache for KV bytes'),
     ('pictures', True, 'draw the plots of the report (needs matplotlib)'),
-    ('also_as', '', 'also write the plots in this format', ('', 'svg', 'pdf')),
     ('dry_run', False, 'only print what would be trained'),
     ('report_only', False, 'make the report from existing results; train and measure nothing'),
 ) + JSON

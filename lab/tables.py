@@ -4,14 +4,17 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Table:
-    """Rows of text under a title. `left`: names of the left-aligned columns."""
+    """Rows of text under a title. `left`: names of the left-aligned columns, () = the first."""
     title: str
     columns: tuple[str, ...]
     rows: list[tuple[str, ...]] = field(default_factory=list)
-    left: tuple[str, ...] = ('side',)
+    left: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        self.left = self.left or self.columns[:1]
 
     @classmethod
-    def of(cls, title: str, rows, columns: dict, left=('side',)) -> 'Table':
+    def of(cls, title: str, rows, columns: dict, left=()) -> 'Table':
         """Of any objects. columns: {heading: cell}. A cell is a function of the row, or a format
         string over it if the rows are dicts: '{val_loss[mean]:.4f}'."""
         return cls(title, tuple(columns), [tuple(

@@ -19,15 +19,14 @@ from config.schema import ABLATE, KV_DTYPES, TRAIN
 from data.datasets import DATA_ROOT
 from data.recall.tasks import TASKS
 from data.tokenfiles import open_split
-from interop.convert import MEMORY, check_conversion
+from interop.convert import check_conversion
 from kv.plan import plan_kv
-from lab.benchmarks.setting import MIN_REPEATS, numbers, shape_of
+from lab.benchmarks.setting import numbers, shape_of
 from model import GPT
 from training.batches import open_meta
 from training.checkpoint import tokens_id
 
-NOT_TRAINED = {'kv_dtype', 'weight_dtype', 'at_inference', 'seeds'}  # these need no retraining
-OWN = (*NOT_TRAINED, 'converted_from')  # a row's keys that train.py does not have
+OWN = ('kv_dtype', 'weight_dtype', 'at_inference', 'seeds')  # a row's keys that train.py lacks
 # keys of train.py that do not change the weights
 PLACE = ('out_dir', 'resume_from', 'seed', 'data_seed', 'max_skipped', 'chunked_loss', 'recompute',
          'checkpoint_blocks', 'device', 'attention_backend', 'wandb_log', 'wandb_project',
@@ -54,7 +53,6 @@ class Row:
     kv_dtype: str = 'auto'
     weight_dtype: str = 'auto'
     at_inference: dict = field(default_factory=dict, hash=False)
-    converted_from: str = ''
     seeds: str = ''
 
     @property
@@ -110,20 +108,11 @@ class Ladder:
             if value not in STORAGE[key]:
                 allowed = ', '.join(map(repr, STORAGE[key]))
                 raise UserError(f'row {name!r}: {key}={value!r}: allowed are {allowed}')
-        origin = changes.get('converted_from', before.converted_from)
-        if before.converted_from and 'converted_from' not in changes \
-                and changes.keys() - NOT_TRAINED:
-            raise UserError(f'row {name!r} is to be trained, but {above!r} above it begins with '
-                            f'the weights of {origin!r}: give converted_from={origin!r} here too, '
-                            "or converted_from='' to train from scratch")
-        if origin:
-            self._check_known(origin, f'row {name!r}: converted_from={origin!r}: there is no such '
-                                      'row before it; there are')
         changes = dict(changes)
         seeds = changes.pop('seeds', '')
         at_inference = before.at_inference | changes.get('at_inference', {})
         row = Row(name, above, side, changes, train, **stored, seeds=seeds,
-                  at_inference=at_inference, converted_from=origin)
+                  at_inference=at_inference)
         for other in self.rows.values():
             if other.slug == row.slug:
                 raise UserError(f'row {name!r}: its file name would be that of {other.name!r}')
@@ -145,9 +134,8 @@ class Ladder:
         """Check every row's settings and model, so that a mistake in the last row is reported
         before the first one is trained."""
         s = self.s
-        at_least(s, jobs=1, eval_windows=0, **({'repeats': MIN_REPEATS} if s.speed else {}))
+        at_least(s, jobs=1, eval_windows=0)
         numbers('contexts', s.contexts)
-        numbers('batch_sizes', s.batch_sizes)
         if s.identifiers and self.settings(self.rows[self.first]).dataset in TASKS:
             raise UserError('identifiers=True: the data must be Python source')
         for row in self.rows.values():
@@ -161,12 +149,10 @@ class Ladder:
 
     def _check_models(self, row):
         trained, config = self.trained_config(row), self.config(row)
-        for each in (trained, self.config(row, self.s.shape), config):
-            plan_kv(each)
+        plan_kv(trained)
+        plan_kv(config)
         if row.at_inference:
             check_conversion(trained, config)
-        if row.converted_from:
-            check_conversion(self.trained_config(self.rows[row.converted_from]), trained)
 
     def seeds(self, row: Row) -> list[int]:
         """The row's own seeds; by default those of side rows for a side row, or of all rows."""
@@ -175,31 +161,19 @@ class Ladder:
         name = 'side_seeds' if row.side and self.s.side_seeds else 'seeds'
         return numbers(name, getattr(self.s, name), least=0)
 
-    def depth(self, row: Row) -> int:
-        """The number of conversions from a model trained from scratch to this row."""
-        return 1 + self.depth(self.rows[row.converted_from]) if row.converted_from else 0
-
     def arguments(self, row: Row, seed: int) -> list[str]:
         """train.py's arguments, without out_dir."""
-        return [*self._flags(row, {}), f'--seed={seed}', f'--data_seed={seed}']
+        return [*self._flags(row), f'--seed={seed}', f'--data_seed={seed}']
 
     def command(self, row: Row, seed: int) -> str:
         """The shell command that trains the row, for the report."""
-        train = shlex.join(['python', 'train.py', *self.arguments(row, seed)])
-        if not row.converted_from:
-            return train
-        config = self.trained_config(row)
-        memory = [f'--{name}={getattr(config, name)}' for name in MEMORY]
-        convert = shlex.join(['python', '-m', 'interop.convert', 'FROM', 'TO', *memory])
-        return f'{convert} && {train} --out_dir=TO --init_from=resume'
+        return shlex.join(['python', 'train.py', *self.arguments(row, seed)])
 
-    def settings(self, row: Row, shape: dict | None = None):
-        """train.py's settings, without a seed. shape: model settings that replace the row's."""
-        key = row.name, json.dumps(shape or {}, sort_keys=True)
-        if key not in self._settings:
-            flags = self._flags(row, shape or {})
-            self._settings[key] = configurator.parse('train', flags, echo=False)
-        return self._settings[key]
+    def settings(self, row: Row):
+        """train.py's settings, without a seed."""
+        if row not in self._settings:
+            self._settings[row] = configurator.parse('train', self._flags(row), echo=False)
+        return self._settings[row]
 
     def training(self, row: Row) -> str:
         """A digest of the settings that determine the weights, equal for rows that share them.
@@ -208,8 +182,6 @@ class Ladder:
         settings = {name: value for name, value in self.weighty(row).items()
                     if value != default[name]}
         settings['data'] = self._data_id(self.settings(row))
-        if row.converted_from:
-            return digest([settings, self.training(self.rows[row.converted_from])])
         return digest(settings)
 
     def weighty(self, row: Row) -> dict:
@@ -230,18 +202,19 @@ class Ladder:
         training = self.training(row)
         return next(other for other in self.rows.values() if self.training(other) == training)
 
-    def _flags(self, row, shape) -> list[str]:
-        changes = self.common | row.train | shape
+    def _flags(self, row) -> list[str]:
+        changes = self.common | row.train
         if changes.get('mlp_hidden') == MATCH:
-            changes['mlp_hidden'] = self._matching_mlp(row, shape)
+            changes['mlp_hidden'] = self._matching_mlp(row)
         return [self.s.base, *(f'--{name}={value}' for name, value in changes.items())]
 
-    def _matching_mlp(self, row, shape) -> int:
+    def _matching_mlp(self, row) -> int:
         """Return the MLP width, a multiple of 8, that comes closest to the first row's number of
         parameters (without position embeddings)."""
-        one, two = (parameters(self.trained_config(row, shape | {'mlp_hidden': width}))
-                    for width in (8, 16))
-        target = parameters(self.trained_config(self.rows[self.first], shape))
+        one, two = (parameters(self.trained_config(
+            dataclasses.replace(row, train=row.train | {'mlp_hidden': width})))
+            for width in (8, 16))
+        target = parameters(self.trained_config(self.rows[self.first]))
         return 8 * max(1, round((target - one) / (two - one)) + 1)
 
     def _data_id(self, s) -> str:
@@ -251,16 +224,15 @@ class Ladder:
         n_tokens = len(open_split(DATA_ROOT / s.dataset, 'train'))
         return f'{tokens_id(open_meta(s, DATA_ROOT))}, {n_tokens:,} tokens'
 
-    def trained_config(self, row: Row, shape: dict | None = None) -> GPTConfig:
+    def trained_config(self, row: Row) -> GPTConfig:
         """The config of the model during training."""
-        s = self.settings(row, shape)
+        s = self.settings(row)
         meta = open_meta(s, DATA_ROOT)
         return shape_of(s, 50304 if meta is None else meta['vocab_size'])
 
-    def config(self, row: Row, shape: dict | None = None) -> GPTConfig:
+    def config(self, row: Row) -> GPTConfig:
         """The config at inference: without dropout, and with the changes made after training."""
-        return dataclasses.replace(self.trained_config(row, shape), dropout=0.0,
-                                   **row.at_inference)
+        return dataclasses.replace(self.trained_config(row), dropout=0.0, **row.at_inference)
 
 
 def digest(what) -> str:

@@ -92,7 +92,6 @@ def losses(model, row, windows, tokenizer) -> tuple[dict, torch.Tensor]:
             'bits_per_byte': evaluate.bits_per_byte(loss, tokens, size),
             'perplexity': math.exp(loss),
             'loss_by_position': [round(x, 3) for x in cached.mean(0).tolist()],
-            'loss_by_window': [round(x, 5) for x in cached.mean(1).tolist()],
             'kv_dtype': kv_dtype, 'windows': len(windows), 'tokens': tokens, 'bytes': size,
             'chunks': [first, chunk]}, cached
 
@@ -109,8 +108,7 @@ def effect_of_noise(model, plain, windows, batch: int) -> float:
 
 
 def training_figures(out_dir: Path, s) -> dict:
-    """Metrics of the training run. Other runs on the machine may have slowed it down, so cost.py
-    measures the speed."""
+    """Metrics of the training run. Other runs on the machine may have slowed it down."""
     rows = list(read_metrics(out_dir / 'metrics.jsonl'))  # of a ladder's run, which is short
     evaluations = [[row['iter'], row['train_loss'], row['val_loss']]
                    for row in rows if 'val_loss' in row]

@@ -1,9 +1,5 @@
 """The pictures of a report."""
-import itertools
-import math
 from pathlib import Path
-
-import numpy as np
 
 from lab.ablation.stats import enough
 from lab.ablation.tables import models
@@ -11,9 +7,6 @@ from training.plotting import COLOURS, label_line_ends, name_points, plain_log_t
 
 # name -> title, in the order of the report
 TITLES = {
-    'talk': 'Validation loss over KV bytes per token, from the baseline to the last row. Bars: 95% '
-            'confidence interval of the difference from the baseline, paired by seed; hollow: too '
-            'few seeds for an interval',
     'pareto': 'Validation loss over KV bytes per token: down and to the left is better. Bars: '
               'standard deviation over the seeds; hollow: too few seeds for a bar. Rows without a '
               'name are in the tables',
@@ -26,73 +19,22 @@ TITLES = {
 SIDE = '#8b949e'  # grey
 
 
-def write_all(summary: dict, folder: Path, also_as: str = '') -> list[str]:
-    """Write the pictures as PNG and in the format `also_as` ('svg' or 'pdf'), if given. Pictures
-    without data are omitted. Returns names in TITLES."""
+def write_all(summary: dict, folder: Path) -> list[str]:
+    """Write the pictures. Those without data are omitted. Returns names in TITLES."""
     if not summary['pictures']:
         return []
     ladder = [row['name'] for row in summary['rows'] if not row['side']]
     color_of_row = dict(zip(ladder, COLOURS * len(ladder)))
-    # omit metadata that would change from run to run
-    metadata = {'png': {'Software': None}, 'svg': {'Date': None}, 'pdf': {'CreationDate': None}}
     names = []
-    for draw in (talk, pareto, identifiers, lookup):
+    for draw in (pareto, identifiers, lookup):
         with subplots(figsize=(7.2, 4.4)) as (figure, axis):
             draw(axis, summary, lambda row: color_of_row.get(row['name'], SIDE))
             if not axis.has_data():
                 continue
             names.append(draw.__name__)
-            for kind in {'png', also_as or 'png'}:
-                save(figure, folder / f'{names[-1]}.{kind}', metadata=metadata[kind])
+            # without the version of matplotlib
+            save(figure, folder / f'{names[-1]}.png', metadata={'Software': None})
     return names
-
-
-def talk_rows(summary) -> list[dict]:
-    """Return up to five rows of the ladder from the baseline to the last, spaced as evenly as
-    possible in the logarithm of their KV bytes, smallest first."""
-    rows = [row for row in summary['rows'] if not row['side'] and 'val_loss' in row
-            and (row['name'] == summary['baseline'] or row.get('against_baseline'))]
-    rows = list(itertools.dropwhile(lambda row: row['name'] != summary['baseline'], rows))
-    if len(rows) < 2:
-        return []
-
-    def size(row):
-        return math.log(row['kv']['bytes_per_token'])
-    first, *between, last = rows
-    shown = [first, last]
-    for wanted in np.linspace(size(first), size(last), 5)[1:-1]:
-        nearest = sorted(between, key=lambda row: abs(size(row) - wanted))
-        shown += [row for row in nearest if row not in shown][:1]
-    return sorted(shown, key=size)
-
-
-def talk(axis, summary, color):
-    """A few rows in large type, for slides."""
-    rows = talk_rows(summary)
-    if not rows:
-        return
-    first = next(row for row in rows if row['name'] == summary['baseline'])
-    axis.figure.set_size_inches(10, 5.6)
-    for k, row in enumerate(rows):
-        x, y = row['kv']['bytes_per_token'], row['val_loss']['mean']
-        name, half = f"baseline:\n{row['name']}", 0
-        certain = enough(row['val_loss' if row is first else 'against_baseline'])
-        if row is not first:
-            name = f"{row['name']}\n{first['kv']['bytes_per_token'] / x:.3g}x"
-            half = row['against_baseline']['half_95'] if certain else 0
-        axis.errorbar(x, y, yerr=half or None, fmt='o', markersize=13, capsize=7, elinewidth=2.5,
-                      color=color(row), markerfacecolor=color(row) if certain else 'none')
-        sign, side = (1, 'bottom') if k % 2 else (-1, 'top')
-        axis.annotate(name, (x, y + sign * half), (0, sign * 14), ha='center', va=side,
-                      textcoords='offset points', fontsize=15, color=color(row))
-    axis.axhline(first['val_loss']['mean'], color=SIDE, linestyle='--', linewidth=1.5)
-    axis.set_xscale('log')
-    plain_log_ticks(axis.xaxis, *axis.get_xlim())
-    axis.margins(x=0.2, y=0.25)
-    axis.ticklabel_format(axis='y', useOffset=False)
-    axis.tick_params(labelsize=14)
-    axis.set_xlabel('KV bytes per token, and how many times smaller', fontsize=16)
-    axis.set_ylabel('validation loss, nats', fontsize=16)
 
 
 def pareto(axis, summary, color):
@@ -112,7 +54,7 @@ def pareto(axis, summary, color):
 
 def lookup(axis, summary, color):
     """Of the largest number of facts."""
-    rows = summary.get('lookup_rows') or [row for row in summary['rows'] if row.get('lookup')]
+    rows = [row for row in summary['rows'] if row.get('lookup')]
     if not rows:
         return
     most = list(rows[0]['lookup']['accuracy'])[-1]

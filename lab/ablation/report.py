@@ -1,5 +1,5 @@
-"""Write the report of a summary: results.json, report.md, pictures, and the main table as
-table.csv. Print its tables on the terminal."""
+"""Write the report of a summary: results.json, report.md and pictures. Print its tables on the
+terminal."""
 
 import statistics
 
@@ -17,21 +17,17 @@ NOTE = ('Written by ablate.py from the files in this folder. A row is one change
         "allocated, and their sizes equal the plan's arithmetic.")
 
 
-def write_report(summary: dict, folder, also_as: str = '') -> None:
-    """Write all files. also_as: 'svg' or 'pdf' to save the pictures in that format too.
-
-    Raises UserError if matplotlib is missing or a file cannot be written.
-    """
+def write_report(summary: dict, folder) -> None:
+    """Write all files. Raises UserError if matplotlib is missing or a file cannot be written."""
     write_json(folder / 'results.json', without_curves(summary))
-    write_whole(folder / 'report.md', markdown(summary, write_all(summary, folder, also_as)))
-    write_whole(folder / 'table.csv', tables.as_csv(summary))
+    write_whole(folder / 'report.md', markdown(summary, write_all(summary, folder)))
 
 
 def without_curves(summary: dict) -> dict:
     """The summary without the losses by position, which the runs have."""
     rows = [{key: value for key, value in row.items() if key != 'loss_by_position'}
             for row in summary['rows']]
-    return {key: value for key, value in summary.items() if key != 'lookup_rows'} | {'rows': rows}
+    return summary | {'rows': rows}
 
 
 def markdown(summary: dict, pictures: list[str]) -> str:
@@ -78,12 +74,6 @@ def caveats(summary: dict) -> list[str]:
     if known:
         lines.append('Intervals cover the variation between seeds, not the choice of validation '
                      'text.')
-    halves = [each['evaluation_half_95'] for each in known.values()
-              if each.get('evaluation_half_95') is not None]
-    if halves:
-        lines.append(f'Other windows of the same text would move {len(halves)} of these '
-                     f'{len(known)} differences by at most ±{max(halves):.4f} (95%, paired '
-                     'bootstrap over windows).')
     baseline = next(row for row in summary['rows'] if row['name'] == summary['baseline'])
     losses = baseline.get('loss_by_position', ())
     start = flat_from(losses)

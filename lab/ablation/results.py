@@ -22,26 +22,13 @@ def core_digest() -> str:
     return digest([(ROOT / path).read_text(encoding='utf-8') for path in CORE])
 
 
-def parsed(text: bytes, where):
-    """The document in a text. Raises a UserError that says where it is no JSON."""
-    try:
-        return json.loads(text)
-    except ValueError as e:
-        raise UserError(f'{where} cannot be read: {e}; delete it to measure again') from e
-
-
-def read_json(path: Path) -> dict | None:
-    """Return the document in a file, or None without the file. UserError: if it is not JSON."""
-    return parsed(path.read_bytes(), path) if path.exists() else None
-
-
 def as_line(document: dict) -> str:
     return json.dumps(document, separators=(',', ':')) + '\n'
 
 
 class Results:
-    """A ladder's folder: runs.jsonl, speed.json, the report made from them, and runs/ with the
-    checkpoints (not committed).
+    """A ladder's folder: runs.jsonl, the report made from it, and runs/ with the checkpoints (not
+    committed).
 
     runs.jsonl has a line for each row and seed; the last line of a row and seed counts. The
     settings of a run are stored as their difference from the nearest line {"base": settings} above
@@ -77,7 +64,11 @@ class Results:
         if self._read[0] != status:
             base, runs = {}, {}
             for number, text in enumerate(self.path.read_bytes().splitlines(), 1):
-                line = parsed(text, f'{self.path}, line {number}')
+                try:
+                    line = json.loads(text)
+                except ValueError as e:
+                    raise UserError(f'{self.path}, line {number} cannot be read: {e}; delete it '
+                                    'to measure again') from e
                 base = line.get('base', base)
                 if 'row' in line:
                     line['settings'] = base | line['settings']
@@ -121,15 +112,15 @@ class Results:
                                              if name not in base or value != base[name]}})
         write_whole(self.path, ''.join(map(as_line, lines)))
 
-    def other_core(self, speed: dict | None) -> str:
+    def other_core(self) -> str:
         """Return a line on the results measured with another, or an unknown, version of the core;
-        '' if there are none. speed: that of speed.json, if used."""
+        '' if there are none."""
         runs = [self.read(row, seed) for row in self.ladder.rows.values()
                 for seed in self.seeds(row)]
-        cores = [run.get('core') for run in (*runs, speed) if run]
+        cores = [run.get('core') for run in runs if run]
         other = len(cores) - cores.count(core_digest())
         if not other:
             return ''
         return (f'{other} of {len(cores)} results were measured with another version of the core '
-                '(model.py, generate.py, kv/, attention/). Delete their lines in runs.jsonl, or '
-                'speed.json, to measure again, and runs/ to train again')
+                '(model.py, generate.py, kv/, attention/). Delete their lines in runs.jsonl '
+                'to measure again, and runs/ to train again')

@@ -2,11 +2,6 @@
 import math
 import statistics
 
-import numpy as np
-
-RESAMPLES = 2000    # of the windows, in a bootstrap
-FEWEST = 10         # windows that a bootstrap needs
-
 
 def t_outside(t: float, degrees: int) -> float:
     """The probability that Student's t is at least as far from 0 as `t`: for a whole number of
@@ -59,28 +54,6 @@ def paired_difference(ours: dict, others: dict) -> dict | None:
         half = t_bound(n - 1) * error
         p = t_outside(mean / error, n - 1) if error else float(mean == 0)
     return {'mean': mean, 'half_95': half, 'p': p, 'seeds': both, 'each': each}
-
-
-def seeds_needed(sd: float, half: float) -> int:
-    """The number of pairs whose 95% interval is at most ±half, if their differences have this
-    standard deviation."""
-    n = 2
-    while t_bound(n - 1) * sd / n ** 0.5 > half:
-        n += 1
-    return n
-
-
-def evaluation_half(ours: list, others: list) -> float | None:
-    """Half the width of the 95% interval of mean(ours - others) that the choice of validation
-    windows alone causes: a paired bootstrap over them, as if they were independent; None for fewer
-    than FEWEST. ours, others: (seeds, windows) losses."""
-    apart = np.mean(np.asarray(ours) - np.asarray(others), axis=0)
-    n = len(apart)
-    if n < FEWEST:
-        return None
-    counts = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
-    low, high = np.quantile(counts @ apart / n, (0.025, 0.975))
-    return float(high - low) / 2
 
 
 def holm(p_values: dict, level: float = 0.05) -> set:

@@ -4,40 +4,33 @@ import operator
 import statistics
 
 from config.schema import MODEL
+from kv.cache import KVCache
 from kv.plan import LOCAL, plan_kv
-from lab.ablation.results import read_json
-from lab.ablation.stats import enough, evaluation_half, holm, mean_sd, paired_difference
+from lab.ablation.stats import enough, holm, mean_sd, paired_difference
+from lab.benchmarks.setting import numbers
 
 LEARNED = 0.95  # rows are compared at distances where the baseline's recall is at least this
 COMPARED = 'against_above', 'against_first', 'against_baseline'
+REFERENCE = 'bfloat16'  # the storage assumed for 'auto'; vanilla GPT-2 is always counted with it
+GIGABYTE = 10 ** 9
 INFERENCE_KEYS = {*(key.name for key in MODEL), 'kv_dtype', 'weight_dtype', 'at_inference'}
 
 
-def summarize(ladder, results, speed: dict | None, recall: dict | None, kv_of) -> dict:
-    """Return the document that all reports are made from.
-
-    speed: as returned by cost.Speed.measure. recall: as returned by recall_of.
-    kv_of: row -> its bytes (cost.kv_bytes).
-    """
+def summarize(ladder, results) -> dict:
+    """Return the document that the report is made from."""
     measured = {}
     for row in ladder.rows.values():
         runs = {seed: results.read(row, seed) for seed in results.seeds(row)}
         measured[row.name] = {seed: run for seed, run in runs.items() if run}
-    rows = []
-    for row in ladder.rows.values():
-        entry = summarize_row(ladder, results, row, measured)
-        if recall and row.name in recall['recall']:
-            entry['recall'] = recall['recall'][row.name]
-        rows.append(entry | {'kv': kv_of(row)})
+    rows = [summarize_row(ladder, results, row, measured) | {'kv': kv_bytes(ladder, row)}
+            for row in ladder.rows.values()]
     compare_identifiers(ladder, rows)
     for name in COMPARED:
         correct_for_number([row[name] for row in rows if row.get(name)])
-    if not recall:
-        compare_recall(rows, ladder.baseline)
+    compare_recall(rows, ladder.baseline)
     return {'name': ladder.s.name, 'pictures': ladder.s.pictures, 'base': ladder.s.base,
             'first': ladder.first, 'baseline': ladder.baseline, 'rows': rows,
-            'facts': facts(ladder, measured), 'speed': speed, 'recall_ladder': ladder.s.recall,
-            'lookup_rows': recall['lookup'] if recall else []}
+            'facts': facts(ladder, measured)}
 
 
 def summarize_row(ladder, results, row, measured: dict) -> dict:
@@ -47,8 +40,8 @@ def summarize_row(ladder, results, row, measured: dict) -> dict:
     config = ladder.config(row)
     entry = {
         'name': row.name, 'slug': row.slug, 'side': row.side, 'above': row.above,
-        'changes': row.changes, 'converted_from': row.converted_from,
-        # only the training differs: optimizer, learning rate or initial weights
+        'changes': row.changes,
+        # only the training differs, such as the optimizer or the learning rate
         'same_model': bool(row.above) and not row.changes.keys() & INFERENCE_KEYS,
         'kv_dtype': row.kv_dtype, 'seeds': sorted(runs), 'seeds_missing': missing,
         'n_layer': config.n_layer, 'T': config.block_size, 'W': config.window_size,
@@ -69,6 +62,26 @@ def summarize_row(ladder, results, row, measured: dict) -> dict:
     reach, n_rows = first['recall']['local_reach'], first['recall']['rows']
     return entry | {'recall': {'accuracy': accuracy, 'local_reach': reach, 'rows': n_rows,
                                'seeds': list(runs)}}
+
+
+def kv_bytes(ladder, row) -> dict:
+    """KV bytes of one sequence at each length of `contexts` and at block_size, alongside those of
+    vanilla GPT-2 in the first row's shape. They are counted from an allocated cache and must equal
+    the plan's arithmetic."""
+    config = ladder.config(row)
+    plan, T = plan_kv(config), config.block_size
+    dtype = REFERENCE if row.kv_dtype == 'auto' else row.kv_dtype
+    vanilla = plan_kv(ladder.config(ladder.rows[ladder.first])).vanilla()
+    at = {}
+    for n in sorted({*numbers('contexts', ladder.s.contexts), T}):
+        allocated, planned = KVCache(plan, 1, n, dtype).nbytes, plan.nbytes(1, n, dtype)
+        if allocated != planned:
+            raise RuntimeError(f'row {row.name!r}: a cache of {n} tokens takes {allocated} bytes, '
+                               f'the plan says {planned}')
+        at[n] = {'bytes': allocated, 'vanilla_bytes': vanilla.nbytes(1, n, REFERENCE),
+                 'sequences_per_GB': GIGABYTE // allocated}
+    return {'dtype': dtype, 'T': T, 'bytes_per_token': at[T]['bytes'] / T, 'at': at,
+            'smaller': at[T]['vanilla_bytes'] / at[T]['bytes']}
 
 
 def lookup_of_row(runs: list[dict]) -> dict:
@@ -96,7 +109,9 @@ def losses_of_row(ladder, row, measured: dict) -> dict:
     compared = {'above': row.above, 'first': ladder.first, 'baseline': ladder.baseline}
     for name, other in compared.items():
         if other and other != row.name:
-            entry[f'against_{name}'] = difference(runs, measured[other])
+            entry[f'against_{name}'] = paired_difference(
+                *({seed: run['val_loss'] for seed, run in each.items()}
+                  for each in (runs, measured[other])))
     if all('identifiers' in run for run in runs.values()):
         entry['identifiers'] = identifiers_of_row(runs)
     return entry
@@ -158,19 +173,6 @@ def correct_for_number(differences: list[dict]) -> None:
         each['stands'] = k in standing
 
 
-def difference(ours: dict, others: dict) -> dict | None:
-    """The paired difference of two rows' losses, and the part of its uncertainty that comes from
-    the choice of validation text (None where a run has no losses by window)."""
-    losses = ({seed: run['val_loss'] for seed, run in runs.items()} for runs in (ours, others))
-    found = paired_difference(*losses)
-    if found:
-        windows = [[runs[seed].get('loss_by_window') for seed in found['seeds']]
-                   for runs in (ours, others)]
-        known = all(each is not None for row in windows for each in row)
-        found['evaluation_half_95'] = evaluation_half(*windows) if known else None
-    return found
-
-
 def compare_recall(rows: list[dict], baseline: str) -> None:
     """Compare each row's recall with the baseline's. Adds `learned`, the distances that the
     baseline has learned; `beyond`, those that local layers cannot reach; `above_baseline`, the
@@ -197,19 +199,6 @@ def local_reach(rows: list[dict]) -> int:
     local layers."""
     return max((row['recall']['local_reach'] for row in rows
                 if row.get('recall') and not row['side']), default=0)
-
-
-def recall_of(ladder, folder) -> dict | None:
-    """Return what the ladders in the setting `recall` found, from the folders next to `folder`:
-    `recall`, the recall by name of the row, and `lookup`, rows of a ladder of the look-up task.
-    None without such results."""
-    rows = []
-    for name in filter(None, ladder.s.recall.split(',')):
-        document = read_json(folder.parent / name.strip() / 'results.json')
-        rows += document['rows'] if document else []
-    return {'recall': {row['name']: row['recall'] for row in rows if 'recall' in row},
-            'lookup': [{key: row[key] for key in ('name', 'side', 'lookup')} for row in rows
-                       if 'lookup' in row]} if rows else None
 
 
 def facts(ladder, measured: dict) -> dict:

@@ -1,13 +1,11 @@
 """The tables of a report, from a summary (lab/ablation/summary.py). They are the same on the
 terminal and in report.md."""
-import csv
-import io
-import statistics
+from collections import Counter
 
 from config.sizes import nice_bytes
 from lab.ablation.lookup import RECALLED
-from lab.ablation.stats import enough, seeds_needed
-from lab.ablation.summary import COMPARED, LEARNED, local_reach
+from lab.ablation.stats import enough
+from lab.ablation.summary import LEARNED, local_reach
 from lab.tables import Table
 
 MISSING = '-'
@@ -49,9 +47,8 @@ def mean_sd(values: dict | None, form: str = '.4f', scale: float = 1) -> str:
 
 
 def listed(values) -> str:
-    """Each value once with its count, in order: '64 (x4), 32'; None is 'never'."""
-    shown = ['never' if value is None else str(value) for value in values]
-    counts = {value: shown.count(value) for value in shown}
+    """Each value once with its count, in order: '64 (x4), 32'."""
+    counts = Counter(map(str, values))
     return ', '.join(f'{value} (x{n})' if n > 1 else value for value, n in counts.items()) or '-'
 
 
@@ -70,16 +67,14 @@ def grids(summary: dict) -> list[Table]:
     if having['lookup']:
         tables += [lookups(having['lookup']), lookup_distances(having['lookup'])]
     if having['recall']:
-        tables.append(recalls(summary, having['recall']))
+        tables.append(recalls(having['recall']))
     if having['identifiers']:
         tables.append(identifiers(summary, having['identifiers']))
     tables.append(bytes_held(summary))
-    if summary['speed']:
-        tables.append(speeds(summary))
     return [table for table in tables if table.rows]
 
 
-def with_names(title: str, rows: list[dict], columns: dict, left=('row',)) -> Table:
+def with_names(title: str, rows: list[dict], columns: dict, left=()) -> Table:
     """A table whose first column names the rows. columns: heading -> function from a row to the
     text of its cell."""
     return Table.of(title, rows, {'row': label} | columns, left)
@@ -110,36 +105,6 @@ def headline(summary: dict, side: bool = False) -> Table:
         'seeds': lambda row: str(len(row['seeds']))})
 
 
-def as_csv(summary: dict) -> str:
-    """The main table in full precision, side rows included. Missing numbers are empty cells."""
-    pairs = [key for key in COMPARED if any(row.get(key) for row in summary['rows'])]
-    records = []
-    for row in summary['rows']:
-        loss, bits = row.get('val_loss') or {}, row.get('bits_per_byte') or {}
-        record = {'row': row['name'], 'above': row['above'], 'side': int(row['side']),
-                  'seeds': len(row['seeds']), 'val_loss': loss.get('mean'),
-                  'val_loss_sd': loss.get('sd'), 'bits_per_byte': bits.get('mean'),
-                  'kv_bytes_per_token': row['kv']['bytes_per_token'],
-                  'smaller': row['kv']['smaller'], 'parameters': row.get('params')}
-        for key in pairs:
-            found = row.get(key) or {}
-            known = found if enough(found) else {}
-            record |= {key: found.get('mean')} | {
-                f'{key}_{part}': known.get(part)
-                for part in ('half_95', 'evaluation_half_95', 'p', 'stands')}
-            record[f'{key}_seeds_for_0.01'] = (
-                seeds_needed(statistics.stdev(known['each']), 0.01) if known else None)
-        if found := row.get('lookup'):
-            record |= {f'right_of_{n}': each['mean'] for n, each in found['accuracy'].items()}
-            record |= {'kv_bytes': found['kv_bytes'], 'facts': statistics.fmean(found['facts'])}
-        records.append(record)
-    file = io.StringIO()
-    writer = csv.DictWriter(file, max(records, key=len), lineterminator='\n')
-    writer.writeheader()
-    writer.writerows(records)
-    return file.getvalue()
-
-
 def bytes_held(summary: dict) -> Table:
     def held(n):
         return lambda row: nice_bytes(row['kv']['at'][n]['bytes'])
@@ -151,23 +116,6 @@ def bytes_held(summary: dict) -> Table:
             **{f'T={int(n):,}': held(n) for n in lengths},
             'sequences/GB': lambda row: f"{row['kv']['at'][lengths[-1]]['sequences_per_GB']:,}"},
         left=('row', 'stored as'))
-
-
-def speeds(summary: dict) -> Table:
-    speed = summary['speed']
-
-    def median(cell):
-        return lambda row: f"{cell['rows'][row['name']]['median']:,.2f}"
-    heads = {'decode': 'TPOT {:,} B={}', 'prefill': 'TTFT {:,}', 'train': 'training tokens/s'}
-    shape = ''.join(f', {name}={value}' for name, value in speed['shape'].items())
-    title = ('Speed: time to first token (TTFT, by prompt length) and per output token (TPOT, by '
-             'cached tokens and batch size) in ms, and training, in single batches with an update '
-             f"each, not compiled; medians; random weights; {speed['device']}, "
-             f"{speed['processor']}, threads: {speed['threads']}, {speed['dtype']}, torch "
-             f"{speed['torch']}{shape}")
-    return with_names(title, summary['rows'], {
-        heads[cell['kind']].format(cell['context'], cell['batch']): median(cell)
-        for cell in speed['cells']})
 
 
 def shares(task: str, key: str, heads: dict) -> dict:
@@ -199,13 +147,12 @@ def lookup_distances(rows: list[dict]) -> Table:
                                          for d in rows[0]['lookup']['by_distance']}))
 
 
-def recalls(summary: dict, rows: list[dict]) -> Table:
+def recalls(rows: list[dict]) -> Table:
     """Accuracy by distance. If the baseline has learned the task and local layers cannot solve it
     by themselves, also the difference from the baseline."""
     first, reach = rows[0]['recall'], local_reach(rows)
     baseline, distances = first['baseline'], list(first['accuracy'])
-    ladder = f" (ladder {summary['recall_ladder']!r})" if summary['recall_ladder'] else ''
-    title = (f'Recall{ladder}: accuracy at naming the token that many positions back, %, mean over '
+    title = ('Recall: accuracy at naming the token that many positions back, %, mean over '
              f'seeds (sd); differences in points, paired by seed; {INTERVAL}; local layers alone '
              f'reach {reach:,}')
     if first['learned'] != distances:

@@ -1,5 +1,5 @@
-"""Training steps as the modes train and recompute time them, and ablate.py: what train.py
-does with one batch, without dropout."""
+"""Training steps as the modes train and recompute time them: what train.py does with one batch,
+without dropout."""
 import contextlib
 import io
 from pathlib import Path
@@ -43,18 +43,17 @@ class TrainingSteps:
     """A model, its optimizer and its batches. Callable that runs a step (forward, backward, clipped
     gradients, update) and returns its seconds; `losses` has the loss of each step.
 
-    optimizer: function that takes the model and returns its optimizer; None: AdamW.
     next_batch: function that returns (x, y); None: one fixed random batch.
     """
 
-    def __init__(self, model, batch: int, context: int, dtype: torch.dtype, optimizer=None,
-                 next_batch=None, compiled: bool = False):
+    def __init__(self, model, batch: int, context: int, dtype: torch.dtype, next_batch=None,
+                 compiled: bool = False):
         self.model = model.train()
         self.device = next(model.parameters()).device  # nanoGPT's model does not tell it
         self.forward = torch.compile(model) if compiled else model
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its size
-            self.optimizer = optimizer(model) if optimizer else \
-                model.configure_optimizers(1e-2, 1e-4, (0.9, 0.95), self.device.type)
+            self.optimizer = model.configure_optimizers(1e-2, 1e-4, (0.9, 0.95),
+                                                        self.device.type)
         if next_batch is None:
             x, y = torch.randint(model.config.vocab_size, (2, batch, context), device=self.device)
             next_batch = lambda: (x, y)

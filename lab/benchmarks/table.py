@@ -63,7 +63,8 @@ TABLES = {
         (REQUESTS + ', median (min-max)', 'cells', {
             'prompt': '{context:,}', 'rows': '{batch:,}', 'side': '{side}',
             'tokens/s': '{tokens_per_second:,.1f}', 'first token, ms': '{ttft_ms[median]:,.0f}',
-            'K/V held, MB': '{kv_held_bytes:,.2f/1e6}'} | FASTER | {'equal texts': '{rows_equal} of {rows}'})],
+            'K/V held, MB': '{kv_held_bytes:,.2f/1e6}'} | FASTER | {
+            'equal texts': '{rows_equal} of {rows}'})],
     'serve against vllm': [
         (REQUESTS + VLLM, 'cells', {'prompt': '{context:,}', 'rows': '{rows}'} | SECONDS)],
     'recompute': [

@@ -37,8 +37,7 @@ def table(found: dict) -> Table:
     rows = [(name, *(f'{1000 * x:.1f}' for x in found[key].values())) for name, key in (
         ('first token', 'ttft_s'), ('each further token', 'tpot_s'), ('gaps', 'gap_s'))]
     title = '\n'.join([line.format_map(found) for line in lines] + found['errors'])
-    return Table(title, ('ms', '50%', '95%', '99%', 'most'), [row for row in rows if row[1:]],
-                 left=('ms',))
+    return Table(title, ('ms', '50%', '95%', '99%', 'most'), [row for row in rows if row[1:]])
 
 
 def main(argv=None):

@@ -53,8 +53,8 @@ class Replay:
         self.known, self._lock = Known(), threading.Lock()
 
     def run(self) -> dict:
-        """Replay the trace, and return the summary. UserError: if there is no server, or it does not
-        say the ids of its replies."""
+        """Replay the trace, and return the summary. UserError: if there is no server, or it does
+        not say the ids of its replies."""
         sessions = self.trace.sessions
         in_order = sorted(range(len(sessions)), key=lambda k: sessions[k][0].at)
         self._clock = time.perf_counter() - sessions[in_order[0]][0].at / self.rate

@@ -48,23 +48,16 @@ TIED = "dict(at_inference=dict(kv_share='AAB'))"
     ("n_kv_head=1", "n_kv_head=3", r"row '\+ MQA': .*3"),
     ("n_kv_head=1", "n_kv_heads=1", r"row '\+ MQA': .*n_kv_head"),
     ("dict(n_kv_head=1)", "{}", r"row '\+ MQA' changes nothing"),
-    ("kv_dtype='int8'", "kv_dtype='int7'", "kv_dtype='int7'"),
     ("('+ windows', dict(kv", "('windows', dict(kv", r"no row 'windows'.*'\+ windows'"),
     ("('+ windows', dict(kv_share='AAB'))", "dict(kv_share='AAB')", r"side_rows\['shared'\]"),
-    (TIED, "dict(at_inference=dict(kv_shares='AAB'))", "row 'tied later'.*kv_shares"),
     (TIED, "dict(at_inference=dict(qk_norm=True))", "row 'tied later': qk_norm=True"),
     ("'shared':", "'+ MQA':", r"row '\+ MQA': is there twice"),
     ("'shared':", "'+ mqa!':", r"its file name would be that of '\+ MQA'"),
-    ("n_kv_head=1", "seeds='1;2'", r"row '\+ MQA': seeds='1;2'"),
     ("n_kv_head=1", "seed=5", r"row '\+ MQA': seed is the same for all rows"),
-    ("n_kv_head=1", "block_size=32", r"row '\+ MQA': block_size is the same"),
     ("'vanilla GPT-2': {}", "'vanilla GPT-2': dict(mlp_hidden='match')", 'matches the first row'),
-    ("n_kv_head=1", "converted_from='MHA'", "converted_from='MHA': there is no such"),
-    ("kv_share='AAB'))", "converted_from='vanilla GPT-2'))", "row 'shared': pos_embedding='rope'"),
-    ('', 'repeats = 1\n', 'repeats=1'), ('', "contexts = 'abc'\n", "contexts='abc'"),
+    ('', "contexts = 'abc'\n", "contexts='abc'"),
     ('', "seeds = '1;2'\n", "seeds='1;2'"), ('', 'eval_windows = -1\n', 'eval_windows=-1'),
-    ('', 'jobs = 0\n', 'jobs=0'), ('', "shape = {'n_layers': 3}\n", 'n_layers'),
-    ('', 'shape = 3\n', 'shape=3'), ('', "name = 'a/b'\n", "name='a/b': must consist of letters"),
+    ('', 'jobs = 0\n', 'jobs=0'), ('', "name = 'a/b'\n", "name='a/b': must consist of letters"),
 ])
 def test_mistakes_are_named(ladder_of, was, now, named):
     assert was in CONFIG
@@ -74,7 +67,7 @@ def test_mistakes_are_named(ladder_of, was, now, named):
         read_ladder([], echo=False)
 
 
-@pytest.mark.parametrize('name', ['prices', 'recall', 'smoke', 'gpu', 'long', 'pysource'])
+@pytest.mark.parametrize('name', ['prices', 'smoke', 'gpu'])
 def test_shipped_ladders_make_small_caches(name, monkeypatch):
     """Without their data sets, so that those need not be prepared here."""
     monkeypatch.setattr(ladder_module, 'open_meta', lambda s, root: {'vocab_size': 65})
@@ -83,17 +76,3 @@ def test_shipped_ladders_make_small_caches(name, monkeypatch):
     assert last.kv_dtype == 'int8'
     plan = plan_kv(ladder.config(last))
     assert plan.vanilla().nbytes(1, 1024, 'bfloat16') >= 10 * plan.nbytes(1, 1024, 'int8')
-
-
-def test_a_row_read_otherwise_has_the_converted_weights_of_the_row_above(ladder_of):
-    converted = """dict(n_kv_head=1, converted_from='+ RoPE'),
-    'x': dict(kv_dtype='int8'),
-    'y': dict(max_iters=9, converted_from=''),"""
-    text = CONFIG.replace('dict(n_kv_head=1),', converted)
-    ladder = ladder_of(text)
-    rows = ladder.rows
-    assert ladder.trainer(rows['x']) is rows['+ MQA'] and ladder.depth(rows['x']) == 1
-    assert ladder.depth(rows['y']) == 0
-    assert ladder.training(rows['y']) != ladder.training(rows['x'])
-    with pytest.raises(UserError, match="row 'y' is to be trained, but 'x' above it begins"):
-        ladder_of(text.replace(", converted_from=''", ''))

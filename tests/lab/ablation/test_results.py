@@ -74,16 +74,3 @@ def test_a_new_key_of_train_changes_nothing_and_another_default_does(results):
         file.write('{')
     with pytest.raises(UserError, match='runs.jsonl, line 3 cannot be read.*delete it'):
         here.read(row, 1)
-
-
-def test_results_of_another_core_are_counted_and_kept(results, monkeypatch):
-    monkeypatch.setattr('lab.ablation.results.core_digest', lambda: 'now')
-    here = results()
-    row, lines = here.ladder.rows['+ MQA'], []
-    for seed, known in enumerate(({'core': 'now'}, {'core': 'old'}, {}), 1):
-        found = {'fingerprint': here.ladder.fingerprint(row), 'settings': {}}
-        here.write(row, seed, known | found)
-        assert here.read(row, seed)
-        lines.append(here.other_core({'cells': [], 'core': 'now'})[:6])
-    assert lines == ['', '1 of 3', '2 of 4']
-    assert here.other_core({'cells': [], 'core': 'older'}).startswith('3 of 4')

@@ -3,8 +3,8 @@ import pytest
 import torch
 
 from config.gpt_config import GPTConfig
-from lab.benchmarks import bandwidth, clock
-from lab.benchmarks.bandwidth import Bandwidth, kv_read_per_step, weight_read_bytes
+from lab.benchmarks import clock
+from lab.benchmarks.bandwidth import kv_read_per_step, weight_read_bytes
 from lab.benchmarks.decode import DecodeRound, metrics
 from lab.benchmarks.prefill import PrefillRound
 from tests.helpers.models import FULL_STACK, random_model
@@ -57,12 +57,11 @@ def test_a_decode_round_times_its_steps_and_not_the_filling(model, fake_clock, m
         assert torch.equal(after, logits[:, -1].argmax(-1, keepdim=True))
 
 
-def test_figures_of_a_side(model):
+def test_bytes_and_speeds_of_a_side(model):
     one = DecodeRound(model, 3, 10, 11, 1, 'auto')
     found = metrics(one, [0.5, 0.25, 1.0], [1000.0, 4000.0, 500.0])
     read = kv_read_per_step(model.plan, 'float32', 3, 10, 1) + weight_read_bytes(model, 3)
     assert found['tpot_ms']['median'] == 500 and found['tokens_per_second']['each'] == [6, 12, 3]
-    assert found['read_bytes_per_second']['each'] == [2 * read, 4 * read, read]
     assert found['bandwidth_share']['each'] == pytest.approx([read / 500, read / 1000, read / 500])
     assert (found['kv_bytes'], found['batch']) == (model.plan.nbytes(3, 11, 'float32'), 3)
 
@@ -76,13 +75,3 @@ def test_a_prefill_round_feeds_the_prompt_in_chunks(model, fake_clock):
         assert [idx.size(1) for idx, _ in calls] == 2 * pieces
         found = torch.cat([idx for idx, _ in calls[:len(pieces)]], dim=1)
         assert torch.equal(found, one.prompts)
-
-
-def test_the_bandwidth_is_of_the_fastest_kernel(monkeypatch):
-    measure, time = Bandwidth(torch.device('cpu')), []
-    assert measure.kernel in measure.kernels and measure() > 0
-    monkeypatch.setattr(clock, 'now', lambda: sum(time))
-    measure.kernels = {'slow': lambda: time.append(2.0), 'fast': lambda: time.append(0.5)}
-    measure.kernel = 'fast'
-    assert measure.measure('slow') == bandwidth.BUFFER_BYTES / 2
-    assert measure() == bandwidth.BUFFER_BYTES * 2

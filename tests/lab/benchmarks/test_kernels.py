@@ -33,22 +33,6 @@ def test_every_cell_and_its_error(capsys, tmp_path):
     assert 'share of a copy' in out and 'QK-norm, RoPE, int8 and write' in out
 
 
-def test_a_call_takes_its_part_of_the_graph(monkeypatch):
-    made, calls = [], [lambda k=k: made.append(k) for k in range(3)]
-
-    def captured(turns, device):
-        return lambda: [call() for call in turns]
-
-    def milliseconds(replay, device, rep):
-        replay()
-        return {'median': 4.0, 'min': 2.0, 'max': 10.0}
-    monkeypatch.setattr(kernels, 'captured', captured)
-    monkeypatch.setattr(kernels, 'milliseconds', milliseconds)
-    found = kernels.milliseconds_a_call(calls, torch.device('cuda'))
-    assert found == pytest.approx({'median': 0.2, 'min': 0.1, 'max': 0.5})
-    assert made == [k % 3 for k in range(20)]
-
-
 def test_one_way_that_fails_is_told_and_the_others_go_on():
     def fails(store):
         raise RuntimeError('out of resource: shared memory\nand more')

@@ -8,9 +8,6 @@ import torch
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
-from engine.pages.cache import PagedKVCache
-from engine.requests.params import SamplingParams
-from engine.requests.scheduler import Request
 from engine.weights.quantize import quantize_weights
 from lab.benchmarks import clock, serve
 from tests.helpers.models import FULL_STACK, VOCAB, random_model, tokens
@@ -28,18 +25,6 @@ def test_lengths_are_log_uniform_and_the_seeds():
     for text in ('9,3', '1,2,3', '0,4', ''):
         with pytest.raises(UserError, match='output_lengths'):
             lengths_of(text)
-
-
-def test_the_static_engine_admits_only_when_all_have_left():
-    model = random_model(GPTConfig(**FULL_STACK))
-    cache = model.new_cache(2, 32, cache_class=PagedKVCache, n_pages=32, page_size=4)
-    scheduler = serve.StaticScheduler(cache, 8)
-    for n in range(3):
-        scheduler.waiting.append(Request(n, [1, 2], SamplingParams()))
-    for running in ([0, 1], [1], [2]):
-        scheduler.schedule()
-        assert [r.number for r in scheduler.running] == running
-        scheduler.finish(scheduler.running[0])
 
 
 def test_all_sides_give_each_request_its_tokens():

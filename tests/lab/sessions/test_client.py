@@ -23,7 +23,7 @@ class Says:
     parts: list = field(default_factory=list)
     status: int = 200
     headers: dict = field(default_factory=dict)
-    body: bytes | None = None
+    body: bytes = b''
     cut: bool = False
 
 
@@ -31,9 +31,8 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = 'HTTP/1.1'
 
     def do_POST(self):
-        server, body = self.server, self.rfile.read(int(self.headers.get('Content-Length', 0)))
-        server.requests.append((self.command, self.path, dict(self.headers),
-                                json.loads(body) if body else None, time.perf_counter()))
+        server, body = self.server, self.rfile.read(int(self.headers['Content-Length']))
+        server.requests.append((self.path, dict(self.headers), json.loads(body)))
         says = server.script.pop(0) if len(server.script) > 1 else server.script[0]
         self.close_connection = True
         self.send_response(says.status)
@@ -41,8 +40,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         try:
-            if says.body:
-                self.chunk(says.body)
+            self.chunk(says.body)
             for part in says.parts:
                 if isinstance(part, float):
                     server.stopped.wait(part)
@@ -50,13 +48,14 @@ class Handler(BaseHTTPRequestHandler):
                     data = part if isinstance(part, str) else json.dumps(part)
                     self.chunk(f'data: {data}\n\n'.encode())
             if not says.cut:
-                self.chunk(b'')
-        except OSError:
-            server.left.set()
+                self.wfile.write(b'0\r\n\r\n')
+        except OSError:  # the client hung up
+            pass
 
     def chunk(self, data):
-        self.wfile.write(b'%x\r\n%s\r\n' % (len(data), data))
-        self.wfile.flush()
+        if data:
+            self.wfile.write(b'%x\r\n%s\r\n' % (len(data), data))
+            self.wfile.flush()
 
     def log_message(self, *_):
         pass
@@ -65,19 +64,18 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def scripted():
     """`scripted(*responses)` starts a server that gives them in turn, and then the last one again.
-    requests: what it was asked. left: set when a client hung up before the end."""
-    made = []
+    requests: what it was asked."""
+    servers = []
 
     def make(*script):
         server = ThreadingHTTPServer(('127.0.0.1', 0), Handler)
-        server.script, server.requests, server.left = list(script), [], threading.Event()
-        server.daemon_threads, server.stopped = True, threading.Event()
+        server.script, server.requests, server.stopped = list(script), [], threading.Event()
         server.url = f'http://127.0.0.1:{server.server_port}'
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        made.append(server)
+        servers.append(server)
         return server
     yield make
-    for server in made:
+    for server in servers:
         server.stopped.set()
         server.shutdown()
         server.server_close()
@@ -97,8 +95,7 @@ STREAMS = {
                    choice(text='b') | {'__verbose': {'tokens': [6]}},
                    choice(text='', finish_reason='length') | {'__verbose': {'tokens': []}}],
                   [5, 6], 2),
-    'text alone': ([choice(text='a'), choice(text='b', token_ids=None),
-                    choice(text='', finish_reason='stop')], [], 2)}
+    'text alone': ([choice(text='a'), choice(text='b', token_ids=None)], [], 2)}
 
 
 def asked(client, document=None):
@@ -114,21 +111,18 @@ def test_parts_of_a_reply(scripted, name):
     answer = asked(Client(server.url), {'prompt': 'abc', 'model': 'm'})
     assert (answer.tokens, answer.usage) == (tokens, USAGE)
     assert len(answer.stamps) == n_stamps and answer.refused == 0
-    [(method, path, headers, document, _)] = server.requests
-    assert (method, path) == ('POST', '/v1/completions') and 'Authorization' not in headers
+    [(path, headers, document)] = server.requests
+    assert path == '/v1/completions' and 'Authorization' not in headers
     assert document == {'prompt': 'abc', 'model': 'm', 'stream': True,
                         'stream_options': {'include_usage': True}}
 
 
-def test_stamps_are_when_parts_come_and_what_follows_the_end_is_left(scripted):
-    """Lines of a stream that are no data are left too."""
+def test_what_is_no_data_and_what_follows_the_end_is_left(scripted):
     lines = (b': ping\n\nevent: cache\ndata:{"choices": [{"text": "a"}]}\n\nid: 5\n\n'
              b'data: {"choices": [{"text": "b"}]}\r\n\r\n')
-    server = scripted(Says([0.3, choice(text='c'), DONE, 30.0, choice(text='d')], body=lines))
+    server = scripted(Says([choice(text='c'), DONE, 30.0, choice(text='d')], body=lines))
     answer = asked(Client(server.url))
-    first, second, third = answer.stamps
-    assert third - second > 0.1 and answer.usage == {}
-    assert answer.started < first and time.perf_counter() - answer.started < 20
+    assert len(answer.stamps) == 3 and time.perf_counter() - answer.started < 20
 
 
 # -- failures --------------------------------------------------------------------------------------
@@ -149,15 +143,12 @@ def test_replies_that_fail(scripted, says, why):
 
 
 def test_a_busy_server_is_asked_again(scripted, monkeypatch):
-    monkeypatch.setattr(clients, 'RETRY_S', 0.1)
+    monkeypatch.setattr(clients, 'RETRY_S', 0.05)
     busy = (Says(status=status) for status in (429, 503, 429))
     server = scripted(*busy, Says([choice(text='a'), DONE]))
     answer = asked(Client(server.url))
     assert answer.refused == 3 and len(answer.stamps) == 1
-    came = [request[-1] for request in server.requests]
-    assert all(0.1 <= b - a < 10 for a, b in zip(came, came[1:]))
-    assert answer.started <= came[0] and answer.stamps[0] - answer.started >= 0.3
-    assert all(request[3]['prompt'] == 'abc' for request in server.requests)
+    assert all(document['prompt'] == 'abc' for *_, document in server.requests)
     with pytest.raises(Failed, match='refused . times'):  # it stays busy
         asked(Client(scripted(Says(status=429)).url, timeout=0.45))
 
@@ -165,14 +156,13 @@ def test_a_busy_server_is_asked_again(scripted, monkeypatch):
 # -- addresses and keys ----------------------------------------------------------------------------
 
 @pytest.mark.parametrize('form, base', [
-    ('127.0.0.1:{}', '/v1'), ('http://127.0.0.1:{}/v1/', '/v1'),
-    ('HTTP://LOCALHOST:{}/base/v2', '/base/v2')])
+    ('127.0.0.1:{}', '/v1'), ('HTTP://LOCALHOST:{}/base/v2/', '/base/v2')])
 def test_forms_of_an_address(scripted, form, base, monkeypatch):
     monkeypatch.setenv('OPENAI_API_KEY', 'sesame')
     server = scripted(Says([choice(text='a'), DONE]))
     asked(Client(form.format(server.server_port)))
-    [(method, path, headers, *_)] = server.requests
-    assert (method, path) == ('POST', f'{base}/completions')
+    [(path, headers, _)] = server.requests
+    assert path == f'{base}/completions'
     assert headers['Authorization'] == 'Bearer sesame'
 
 

@@ -6,10 +6,8 @@ import time
 import pytest
 
 from config.errors import UserError
-from lab.benchmarks import clock
 from lab.sessions import __main__ as program
 from lab.sessions.client import Failed
-from lab.sessions.replay import percentiles
 from lab.sessions.trace import Request
 from tests.helpers.sessions import (
     Fake, forking, line, new_tokens, one_by_one, replay_of, trace_of, written)
@@ -39,14 +37,6 @@ def test_prompts_continue_with_the_replies_of_the_server_and_what_of_them_is_una
     found = replay_of(trace, Fake(lambda document: 0), 1).run()
     assert found['computed'] == n_prompt and found['unavoidable'] == sum(new)
     assert found['over_unavoidable'] == pytest.approx(n_prompt / sum(new))
-
-
-def test_a_prompt_is_known_while_its_reply_is_not_yet_there():
-    trace = trace_of(line(1), line(1), system=20)
-    together = threading.Barrier(2)
-    replay = replay_of(trace, Fake(gate=lambda number: together.wait(20)), 2)
-    replay.run()
-    assert sorted(answer.unavoidable for answer in replay.answers) == [3, 23]
 
 
 # -- failures --------------------------------------------------------------------------------------
@@ -116,17 +106,15 @@ def test_closed_loop():
 # -- numbers, and the program ----------------------------------------------------------------------
 
 def test_a_summary():
-    """Of three replies, one of them shorter than asked for, and a failure. Only some say what was
-    cached."""
-    parts = [([0.5, 0.7, 1.1], 2, {'cached_tokens': 2}), ([0.1], 3, {'cached_tokens': 0}),
-             ([0.2, 0.4], 0, None)]
+    """Of three replies, one of them shorter than asked for, and a failure."""
+    parts = [([0.5, 0.7, 1.1], 2, 2), ([0.1], 3, 0), ([0.2, 0.4], 0, 0)]
 
     class Scripted(Fake):
         def say(self, answer, document):
-            stamps, answer.refused, details = parts[len(self.asked) - 1]
+            stamps, answer.refused, cached = parts[len(self.asked) - 1]
             answer.tokens = list(range(len(stamps)))
             answer.stamps = [answer.started + stamp for stamp in stamps]
-            answer.usage = {'prompt_tokens_details': details}
+            answer.usage = {'prompt_tokens_details': {'cached_tokens': cached}}
 
     def gate(number):
         if number == 3:
@@ -136,17 +124,13 @@ def test_a_summary():
     assert (found['prompt_tokens'], found['computed'], found['reply_tokens']) == (12, 10, 6)
     assert found['over_unavoidable'] == 10 / found['unavoidable']
     assert (found['ended'], found['failed'], found['errors']) == (3, 1, ['boom'])
-    assert found['refused'] == 5 and 0.06 <= found['seconds'] < 10
-    assert found['ttft_s']['p50'] == pytest.approx(0.2)
-    assert found['ttft_s']['p100'] == pytest.approx(0.5)
+    assert found['refused'] == 5 and found['ttft_s']['p50'] == pytest.approx(0.2)
     assert found['tpot_s'] == pytest.approx({'p50': 0.25, 'p95': 0.295, 'p99': 0.299, 'p100': 0.3})
-    assert found['gap_s']['p50'] == pytest.approx(0.2) and percentiles([]) == {}
+    assert found['gap_s']['p50'] == pytest.approx(0.2)
     assert found['tokens_per_second'] == pytest.approx(6 / found['seconds'])
     assert '6 of the 9 tokens' in program.table(found).title
-    parts = [(stamps, 0, None) for stamps, *_ in parts]  # it does not say what it computed
-    found = replay_of(trace, Scripted(gate=gate), 1).run()
-    assert found['computed'] is found['over_unavoidable'] is None
-    assert 'not known' in program.table(found).title
+    found = replay_of(trace, Fake(), 1).run()  # it does not say what it computed
+    assert found['computed'] is None and 'not known' in program.table(found).title
 
 
 def test_our_server_computes_what_it_must(tmp_path, capsys):
@@ -179,15 +163,3 @@ def test_our_server_computes_what_it_must(tmp_path, capsys):
 def test_what_cannot_be_is_refused(args, why, tmp_path):
     with pytest.raises(UserError, match=why):
         program.main([str(written(trace_of(line(1)), tmp_path / 't')), *args])
-
-
-def test_an_interrupted_replay_waits_for_no_reply(monkeypatch):
-    def interrupted(items, title):  # the user presses Ctrl-C amid the second request
-        yield 0
-        raise KeyboardInterrupt
-    monkeypatch.setattr(clock, 'progress', interrupted)
-    client = Fake(gate=lambda number: number and threading.Event().wait(30))
-    start = time.perf_counter()
-    with pytest.raises(KeyboardInterrupt):
-        replay_of(trace_of(line(3)), client, 1).run()
-    assert time.perf_counter() - start < 15
