@@ -11,7 +11,6 @@ import pytest
 
 from config.errors import UserError
 from data.datasets import DATA_ROOT
-from data.making import tinyshakespeare
 from data.tokenfiles import read_meta
 from tests.data.support import ids_of
 
@@ -59,10 +58,10 @@ def test_download_is_checked_kept_and_not_repeated(load_prepare, tmp_path, monke
     with pytest.raises(UserError, match='sha256.*--input=FILE'):
         prepare.main([f'--out={tmp_path}'])
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(tinyshakespeare, 'SHA256', hashlib.sha256(content).hexdigest())
+    monkeypatch.setattr(prepare, 'SHA256', hashlib.sha256(content).hexdigest())
     for _ in range(2):
         prepare.main([f'--out={tmp_path}'])
-    assert asked == [tinyshakespeare.URL] * 2 and (tmp_path / 'input.txt').read_bytes() == content
+    assert asked == [prepare.URL] * 2 and (tmp_path / 'input.txt').read_bytes() == content
     assert len(tokens(tmp_path)['train']) > 50
 
 
