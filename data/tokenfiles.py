@@ -8,7 +8,6 @@ meta.pkl is dict(vocab_size: int, itos: dict[int, str], stoi: dict[str, int]); a
 has none.
 """
 
-import bisect
 import contextlib
 import io
 import itertools
@@ -103,17 +102,17 @@ class TokenSplit:
         """
         if start < 0 or n < 0 or start + n > self.starts[-1]:
             raise IndexError(f'tokens {start} to {start + n} of {self.starts[-1]}')
-        i = bisect.bisect_right(self.starts, start, hi=len(self.files)) - 1
-        parts = [self._read(i, start - self.starts[i], min(n, self.starts[i + 1] - start))]
-        while (have := sum(map(len, parts))) < n:
-            i += 1
-            parts.append(self._read(i, 0, min(n - have, self.starts[i + 1] - self.starts[i])))
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        parts = [np.empty(0, self.dtype)]
+        for path, first, last in zip(self.files, self.starts, self.starts[1:]):
+            a, b = max(start, first), min(start + n, last)
+            if a < b:
+                parts.append(self._read(path, a - first, b - a))
+        return np.concatenate(parts)
 
-    def _read(self, i: int, start: int, n: int) -> np.ndarray:
-        name = f'token file {str(self.files[i])!r}'
+    def _read(self, path: Path, start: int, n: int) -> np.ndarray:
+        name = f'token file {str(path)!r}'
         try:
-            ids = np.fromfile(self.files[i], self.dtype, n, offset=start * self.dtype.itemsize)
+            ids = np.fromfile(path, self.dtype, n, offset=start * self.dtype.itemsize)
         except OSError as e:
             raise UserError(f'{name} cannot be read: {e.strerror or e}') from e
         if len(ids) < n:
