@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from data.making.writer import TokenWriter
 from data.tokenizer import alphabet_meta, char_encoder
 
 NAMED = 3  # how many of the skipped files are listed by name
-BLOCK = 1 << 20  # characters encoded at a time
+BLOCK = 1 << 20  # characters encoded, or learned from, at a time
 ENOUGH = 0.5  # fraction of val's share that entire files must reach
 FEWEST = 2  # characters per split: an input and its target
 
@@ -146,19 +147,26 @@ def prepare(folder: Path, splits: dict[str, list[str]], tokenizer: str,
         meta = alphabet_meta(set().union(*(text for _, text in texts)))
         encode = char_encoder(meta['stoi'])
     else:
-        meta, encoding = bpe_of(tokenizer, tracked(splits['train'], 'learning tokens'))
+        train = tracked(splits['train'], 'learning tokens')
+        meta, encoding = bpe_of(tokenizer, (piece for text in train for piece in pieces(text)))
+        encode = partial(encode_text, encoding)
     if meta:
         print(f'vocab size: {meta["vocab_size"]:,}')
     with TokenWriter(folder, meta) as out:
         for name, text in tracked(texts, 'writing'):
-            if tokenizer == 'char':
-                for i in range(0, len(text), BLOCK):
-                    out.add(name, encode(text[i:i + BLOCK]))
-            else:
-                out.add(name, encode_text(encoding, text))
-                if several:
-                    out.add(name, np.array([encoding.eot_token]))
+            for piece in pieces(text):
+                out.add(name, encode(piece))
+            if several and tokenizer != 'char':
+                out.add(name, np.array([encoding.eot_token]))
     return out.tokens
+
+
+def pieces(text: str, least: int = BLOCK, most: int = BLOCK) -> Iterator[str]:
+    """Yield pieces of more than `least` characters, which are joined the text. GPT-2's words start
+    at a blank after a visible character: cut there, the ids are those of the entire text. Without
+    such a blank in the next `most` characters, it is cut after these."""
+    pattern = r'(?s).{1,%d}(?:.{0,%d}?\S(?=[ \n])|.{0,%d})' % (least, most, most)
+    return (match[0] for match in re.finditer(pattern, text))
 
 
 def tracked(items: list, description: str) -> Iterator:

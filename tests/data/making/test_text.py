@@ -4,11 +4,12 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from config.errors import UserError
 from data.gpt2_bpe import END_OF_TEXT
-from data.making import textfiles
-from data.making.textfiles import find_files, read_texts, split
+from data.making.textfiles import find_files, pieces, read_texts, split
 from data.tokenfiles import read_meta
 from tests.data.support import ids_of, texts_of
 
@@ -46,12 +47,22 @@ def files(tmp_path):
 
 
 def test_one_file_is_cut_at_its_tail_and_taken_as_it_is(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(textfiles, 'BLOCK', 7)
+    monkeypatch.setattr(pieces, '__defaults__', (7, 5))
     text = 'Some text,\nof one file. ' * 10
     (tmp_path / 'book.txt').write_text(text)
     assert run('--input', tmp_path / 'book.txt') == (text[:216], text[216:])
     (tmp_path / 'book.txt').write_bytes(b'\xef\xbb\xbf' + text.replace('\n', '\r\n').encode())
     assert run('--input', tmp_path / 'book.txt', '--val=0.5') == (text[:120], text[120:])
+
+
+def test_pieces_have_the_ids_of_the_entire_text(tiny):
+    @given(st.text(alphabet='the \n\t\x1c\u2003é,\'s'))
+    def check(text):
+        ids = [i for piece in pieces(text, 3, 1000) for i in tiny.encode_ordinary(piece)]
+        assert ids == tiny.encode_ordinary(text)
+    check()
+    assert [len(piece) for piece in pieces('x' * 30, 3, 7)] == [10, 10, 10]
+    assert list(pieces('a bc def gh', 3, 7)) == ['a bc', ' def', ' gh']
 
 
 def test_whole_files_are_held_out_and_parted(run, files, tmp_path, capsys):

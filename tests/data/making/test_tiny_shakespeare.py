@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import pickle
 import subprocess
 import sys
 import urllib.request
@@ -33,9 +32,9 @@ def test_characters_as_nanogpt_numbers_them(load_prepare, text_file, tmp_path):
     chars, cut = sorted(set(TEXT)), int(len(TEXT) * 0.9)
     ids = [chars.index(c) for c in TEXT]
     assert tokens(tmp_path / 'out') == {'train': ids[:cut], 'val': ids[cut:]}
-    meta = pickle.loads((tmp_path / 'out' / 'meta.pkl').read_bytes())
-    assert meta == {'vocab_size': len(chars), 'itos': dict(enumerate(chars)),
-                    'stoi': {c: i for i, c in enumerate(chars)}}
+    assert read_meta(tmp_path / 'out') == {
+        'vocab_size': len(chars), 'itos': dict(enumerate(chars)),
+        'stoi': {c: i for i, c in enumerate(chars)}}
 
 
 def test_bpe_of_each_half(load_prepare, tiny, text_file, tmp_path):
