@@ -97,17 +97,19 @@ def test_shards(tmp_path, max_shard_size):
     assert gap(from_pretrained(str(tmp_path)), hf, ids()) < 1e-4
 
 
-def test_masks_a_copy_of_the_embedding_and_the_shortest_config(folder):
+def test_masks_a_copy_of_the_embedding_and_the_shortest_config(tmp_path):
+    hf = theirs()
+    saved(tmp_path, hf)
     def change(tensors):
         tensors['lm_head.weight'] = tensors['transformer.wte.weight'].clone()
         for i in range(2):
             tensors[f'transformer.h.{i}.attn.bias'] = torch.ones(1, 1, 32, 32)
             tensors[f'transformer.h.{i}.attn.masked_bias'] = torch.tensor(-1e4)
-    edit_tensors(folder, change)
+    edit_tensors(tmp_path, change)
     # the rest are GPT2Config's defaults
     config = {'model_type': 'gpt2', **SMALL, 'tie_word_embeddings': False}
-    (folder / 'config.json').write_text(json.dumps(config))
-    assert gap(from_pretrained(str(folder)), theirs(), ids()) < 1e-4
+    (tmp_path / 'config.json').write_text(json.dumps(config))
+    assert gap(from_pretrained(str(tmp_path)), hf, ids()) < 1e-4
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16, torch.float64])
