@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 
 import sample
 from config.errors import UserError
-from config.gpt_config import GPTConfig, model_args
+from config.gpt_config import GPTConfig
 from interop import export, import_hf
 from model import GPT
 from tests.helpers.models import full_logits, random_model
