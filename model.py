@@ -428,7 +428,7 @@ class GPT(nn.Module):
     @classmethod
     def from_pretrained(cls, model_type, override_args=None):
         """GPT-2's weights: 'gpt2', ... 'gpt2-xl' from the hub, or from a folder; override_args may
-        contain 'dropout' and 'gelu'. See `interop.huggingface`."""
+        contain 'dropout'. See `interop.huggingface`."""
         from interop.huggingface import from_pretrained
         return from_pretrained(model_type, override_args)
 

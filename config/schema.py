@@ -76,9 +76,9 @@ TRAIN = RUN + _keys(
     ('tensorboard_log', False, 'log to TensorBoard, in out_dir/tensorboard'),
     ('dataset', 'openwebtext', 'folder under data/; prepared on first use if possible'),
     ('recall_task', 'distances=3,16,47', "with dataset='recall': distances of the answers, and "
-     'other fields of data/recall/lags.py, such as n_tokens=32'),
+     'other fields of data/recall/tasks.py, such as n_tokens=32'),
     ('lookup_task', 'pairs=2,4,8,16', "with dataset='lookup': numbers of facts in a sequence, and "
-     'other fields of data/recall/lookup.py, such as gap=32'),
+     'other fields of data/recall/tasks.py, such as gap=32'),
     ('gradient_accumulation_steps', 5 * 8, 'micro-batches per iteration, over all processes'),
     ('batch_size', 12, 'sequences in a micro-batch'),
 ) + MODEL + _keys(

@@ -1,4 +1,4 @@
-# Facts looked up by content (data/recall/lookup.py): how many can a small KV cache hold?
+# Facts looked up by content (data/recall/tasks.py): how many can a small KV cache hold?
 #   python train.py config/train_lookup.py
 #   python ablate.py config/ablate_lookup.py       # ladder of ever smaller caches
 out_dir = 'out-lookup'

@@ -1,5 +1,5 @@
 # Recall of random tokens at marked distances, which shows how far back a model can see
-# (data/recall/lags.py).
+# (data/recall/tasks.py).
 #   python train.py config/train_recall.py
 #   python ablate.py config/ablate_recall.py       # ladder of ever smaller caches
 out_dir = 'out-recall'

@@ -58,7 +58,7 @@ def available_datasets(root: Path = DATA_ROOT) -> list[str]:
 def by_hand(script: Path) -> str:
     """Return the text that a prepare.py assigns to BY_HAND, '' if none, without running it."""
     text = script.read_text(encoding='utf-8', errors='replace') if script.is_file() else ''
-    found = re.search(r'^\ufeff?BY_HAND = (.*)', text, re.M)
+    found = re.search(r'^BY_HAND = (.*)', text, re.M)
     return found[1].strip('\'" ') if found else ''
 
 

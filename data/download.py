@@ -3,7 +3,6 @@
 A download is only used if its sha256 is correct. A failed one leaves no files behind.
 """
 
-import contextlib
 import hashlib
 import http.client
 import subprocess
@@ -58,15 +57,6 @@ def from_hub(repo: str, name: str) -> Path:
         # without a connection, `hf_hub_download` tries again for half a minute; this does not
         hub.get_hf_file_metadata(hub.hf_hub_url(repo, name), timeout=HUB_TIMEOUT)
         return Path(hub.hf_hub_download(repo, name))
-
-
-def check_hub(dataset: str) -> None:
-    """Raise the hub's error if it does not answer: package datasets tries for half a minute. An
-    answer that refuses the file is left to `datasets`, which knows more."""
-    import huggingface_hub as hub
-    url = hub.hf_hub_url(dataset, '.gitattributes', repo_type='dataset')
-    with contextlib.suppress(hub.utils.HfHubHTTPError):
-        hub.get_hf_file_metadata(url, timeout=HUB_TIMEOUT)
 
 
 def fetch_sdist(requirement: str, sha256: str, hint: str) -> bytes:

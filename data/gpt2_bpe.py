@@ -7,6 +7,7 @@ $NANOKV_CACHE), and verified on every load.
 """
 
 import base64
+import contextlib
 import io
 import os
 import re
@@ -98,11 +99,8 @@ def _fetch(why: str) -> bytes:
         # the hash of the source distribution has been checked
         member = next(member for member in tar if member.name.partition('/')[2] == MEMBER)
         ranks = tar.extractfile(member).read()
-    try:
+    with contextlib.suppress(OSError):  # without a cache, it is fetched again next time
         make_folders(cache_folder(), 0o755)
         with replacing(cache_folder() / 'gpt2.tiktoken') as part:
             part.write_bytes(ranks)
-    except OSError as error:
-        print(f'cannot keep it in {str(cache_folder())!r} ({error.strerror}); '
-              'set NANOKV_CACHE to a folder of yours', file=sys.stderr)
     return ranks

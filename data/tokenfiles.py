@@ -8,15 +8,12 @@ meta.pkl is dict(vocab_size: int, itos: dict[int, str], stoi: dict[str, int]); a
 has none.
 """
 
-import bisect
 import contextlib
-import functools
 import io
 import itertools
 import os
 import pickle
 import re
-import threading
 import zlib
 from pathlib import Path
 from typing import Any, NoReturn
@@ -84,59 +81,45 @@ class TokenSplit:
     """The tokens of one or more files as one sequence, read only in windows.
 
     The files are not memory-mapped: truncating one while it is in use is an error, not a crash.
+    Threads may read at once.
     vocab_size: ids are below it; 0 = unlimited.
     """
-
-    MAX_OPEN = 64  # file descriptors
 
     def __init__(self, files: list[Path], dtype: np.dtype = TOKEN_DTYPE, vocab_size: int = 0):
         self.files, self.dtype, self.vocab_size = list(files), dtype, vocab_size or MAX_VOCAB
         sizes = [_n_tokens(path, dtype) for path in self.files]
         check_files(self.files)
         self.starts = [0, *itertools.accumulate(sizes)]  # of each file, and the end of the last
-        self._lock = threading.Lock()  # threads share each file's position
-        self._open = functools.lru_cache(self.MAX_OPEN)(lambda i: open(self.files[i], 'rb'))
 
     def __len__(self) -> int:
         return self.starts[-1]
 
     def window(self, start: int, n: int) -> np.ndarray:
-        """Read the `n` token ids from position `start`: (n,) uint16 or uint32, read-only.
+        """Read the `n` token ids from position `start`: (n,) uint16 or uint32.
 
         Raises IndexError if any of them is outside 0 <= position < len(self), UserError if a file
         has become shorter, or cannot be read, or if a token is outside the vocabulary.
         """
         if start < 0 or n < 0 or start + n > self.starts[-1]:
             raise IndexError(f'tokens {start} to {start + n} of {self.starts[-1]}')
-        i = bisect.bisect_right(self.starts, start, hi=len(self.files)) - 1
-        parts = [self._read(i, start - self.starts[i], min(n, self.starts[i + 1] - start))]
-        while (have := sum(map(len, parts))) < n:
-            i += 1
-            parts.append(self._read(i, 0, min(n - have, self.starts[i + 1] - self.starts[i])))
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        parts = [np.empty(0, self.dtype)]
+        for path, first, last in zip(self.files, self.starts, self.starts[1:]):
+            a, b = max(start, first), min(start + n, last)
+            if a < b:
+                parts.append(self._read(path, a - first, b - a))
+        return np.concatenate(parts)
 
-    def short_files(self) -> list[Path]:
-        """Return (likely truncated) files, except the last, with fewer tokens than the largest."""
-        sizes = [end - start for start, end in itertools.pairwise(self.starts)]
-        return [path for path, size in zip(self.files[:-1], sizes) if size < max(sizes)]
-
-    def _read(self, i: int, start: int, n: int) -> np.ndarray:
-        size = self.dtype.itemsize
+    def _read(self, path: Path, start: int, n: int) -> np.ndarray:
+        name = f'token file {str(path)!r}'
         try:
-            with self._lock:
-                file = self._open(i)
-                file.seek(start * size)
-                data = file.read(n * size)
+            ids = np.fromfile(path, self.dtype, n, offset=start * self.dtype.itemsize)
         except OSError as e:
-            raise UserError(f'token file {str(self.files[i])!r} cannot be read: '
-                            f'{e.strerror or e}') from e
-        if len(data) < n * size:
-            raise UserError(f'token file {str(self.files[i])!r} has become shorter '
-                            'while it was in use')
-        ids = np.frombuffer(data, self.dtype)
+            raise UserError(f'{name} cannot be read: {e.strerror or e}') from e
+        if len(ids) < n:
+            raise UserError(f'{name} has become shorter while it was in use')
         if ids.max(initial=0) >= self.vocab_size:
-            raise UserError(f'token file {str(self.files[i])!r} has token {ids.max()}, and the '
-                            f'vocabulary {self.vocab_size}: it is damaged, or of another tokenizer')
+            raise UserError(f'{name} has token {ids.max()}, and the vocabulary {self.vocab_size}: '
+                            'it is damaged, or of another tokenizer')
         return ids
 
 

@@ -25,16 +25,14 @@ from data.datasets import DATA_ROOT
 from interop.huggingface import GELUS, TRANSPOSED, derived_keys
 from interop.load import tokenizer_of
 from interop.tokenizer_files import save_tokenizer
-from kv.plan import plan_kv
 from training.checkpoint_manager import checkpoint_in, load_to_resume
 from training.load_model import model_of
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 MODELING = {'configuration_nanokv.py': Path(__file__).parent / 'nanokv_vllm' / 'config.py',
             'modeling_nanokv.py': Path(__file__).with_name('modeling_nanokv.py')}
-# fields that GPT2Config expresses, if the plan is vanilla; all others must be at their default
-GPT2_FIELDS = {*NANOGPT_FIELDS, 'n_kv_head', 'head_dim', 'layer_pattern', 'window_size', 'kv_share',
-               'share_global_kv', 'rope_theta', 'mlp_hidden', 'gelu'}
+# fields that GPT2Config expresses; all others must be at their default
+GPT2_FIELDS = {*NANOGPT_FIELDS, 'mlp_hidden', 'gelu'}
 AUTO_MAP = {'AutoConfig': 'configuration_nanokv.NanoKVConfig',
             'AutoModel': 'modeling_nanokv.NanoKVForCausalLM',
             'AutoModelForCausalLM': 'modeling_nanokv.NanoKVForCausalLM'}
@@ -42,9 +40,7 @@ AUTO_MAP = {'AutoConfig': 'configuration_nanokv.NanoKVConfig',
 
 def is_gpt2(config: GPTConfig) -> bool:
     """Whether this model can be expressed as transformers' own GPT2LMHeadModel."""
-    plan = plan_kv(config)
-    return (set(model_args(config)) <= GPT2_FIELDS and config.gelu != 'relu2'
-            and plan.head_dim * config.n_head == config.n_embd and plan == plan.vanilla())
+    return set(model_args(config)) <= GPT2_FIELDS and config.gelu != 'relu2'
 
 
 def as_gpt2(weights: dict, config: GPTConfig) -> tuple[dict, dict]:

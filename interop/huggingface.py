@@ -49,13 +49,15 @@ def from_pretrained(source: str, override_args: dict | None = None) -> GPT:
 
     source: 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder with config.json and
         *.safetensors, all of which are read. A folder named gpt2 is './gpt2'.
-    override_args: only 'dropout' and 'gelu' are allowed.
+    override_args: only 'dropout' is allowed.
     Raises:
         UserError (a ValueError): if the source does not exist, the hub is unreachable, a package is
             missing, files are damaged, options unsupported, or tensors missing or unexpected.
     """
     overrides = dict(override_args or {})
-    _check_overrides(overrides)
+    if overrides.keys() - {'dropout'}:
+        raise UserError(f'{overrides}: all but dropout is fixed by the pretrained weights')
+    GPTConfig(**overrides)  # checks the range before anything is downloaded
     _import('safetensors')
     if source not in GPT2_TYPES and not Path(source).is_dir():
         raise UserError(f'{source!r} is neither {", ".join(map(repr, GPT2_TYPES))} nor a folder: '
@@ -66,8 +68,8 @@ def from_pretrained(source: str, override_args: dict | None = None) -> GPT:
     config = _read_config(raw, folder / 'config.json')
     print(f'forcing vocab_size={config.vocab_size}, block_size={config.block_size}, '
           f'bias={config.bias}')
-    for name, value in overrides.items():
-        print(f"overriding {name}{' rate' * (name == 'dropout')} to {value}")
+    if overrides:
+        print(f"overriding dropout rate to {overrides['dropout']}")
     config = dataclasses.replace(config, **overrides)
     untied = raw.get('tie_word_embeddings') is False
     tensors = _read_tensors(folder)
@@ -83,16 +85,6 @@ def from_pretrained(source: str, override_args: dict | None = None) -> GPT:
         else:
             tensors = {name: x for name, x in tensors.items() if name not in biases}
     return _load(config, tensors, folder, untied, TRANSPOSED)
-
-
-def _check_overrides(overrides):
-    for name, value in overrides.items():
-        if name not in ('dropout', 'gelu'):
-            raise UserError(f'{name}={value!r}: fixed by the pretrained weights; only dropout and '
-                            'gelu can be overridden')
-        if name == 'dropout' and not isinstance(value, (int, float)):
-            raise UserError(f'dropout={value!r}: must be a number, at least 0 and below 1')
-    GPTConfig(**overrides)  # check ranges before anything is downloaded
 
 
 def _import(name):
@@ -168,11 +160,7 @@ def _read_config(raw, path):
     config = config_of({'model_args': raw['nanokv']}, path)
     config = dataclasses.replace(config, dropout=0.0)
     if raw.get('model_type') != 'nanokv':  # exported as GPT-2
-        gpt2 = _gpt2_config(raw, path)
-        config = dataclasses.replace(config, vocab_size=gpt2.vocab_size)  # may have been resized
-        if _architecture(config) != _architecture(gpt2):
-            raise UserError(f'{path}: its nanokv fields contradict the others')
-        return config
+        return dataclasses.replace(_gpt2_config(raw, path), bias=config.bias)
     for name, value in derived_keys(config).items():
         if raw.get(name, value) != value:
             raise UserError(f'{path}: {name}={shown(raw[name])}, but by nanokv it is '
@@ -195,13 +183,6 @@ def derived_keys(config: GPTConfig) -> dict:
         'kv_sharing_modes': ['store' if layer.owns else 'reuse' for layer in plan.layers],
         'kv_owners': [plan.slots[layer.slot].owner for layer in plan.layers],
         'max_position_embeddings': config.block_size, 'tie_word_embeddings': True}
-
-
-def _architecture(config) -> tuple:
-    """The part that GPT2Config can express; different GPTConfigs may mean the same architecture."""
-    return (plan_kv(config), config.resolved_mlp_hidden, config.gelu, config.pos_embedding,
-            config.block_size, config.n_embd, config.qk_norm, config.kv_quant_train,
-            config.attn_sink)
 
 
 def _gpt2_config(raw, path):

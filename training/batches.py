@@ -7,8 +7,7 @@ import torch
 from config.errors import UserError
 from data.datasets import ensure_dataset
 from data.order import RandomOrder, make_order
-from data.recall.lags import IGNORE
-from data.recall.tasks import task_of
+from data.recall.tasks import IGNORE, task_of
 from data.tokenfiles import open_split, read_meta
 from training.prefetch import Prefetched
 
@@ -40,9 +39,6 @@ class TokenBatches:
                 raise UserError(f'{Path(folder).name}: {split}.bin has {len(tokens)} tokens, '
                                 f'more than block_size={block_size} are needed')
             self.tokens[split] = tokens
-            for path in tokens.short_files() if rank == 0 else []:
-                print(f'Note: token file {str(path)!r} is shorter than others: if it was cut '
-                      'short, prepare the data set again')
         self.order = make_order(order, len(self.tokens['train']), block_size,
                                 generator or torch.default_generator, seed)
         self.state = self.order.state

@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument('--sample', default='sample-10BT', metavar='CONFIG',
                         help='configuration of HuggingFaceFW/fineweb-edu (default: sample-10BT)')
     args = parser.parse_args(argv)
-    prepare(args, 'HuggingFaceFW/fineweb-edu', args.sample)
+    prepare(args, 'HuggingFaceFW/fineweb-edu', name=args.sample)
 
 
 if __name__ == '__main__':

@@ -11,7 +11,6 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,9 @@ from rich.progress import TimeElapsedColumn
 
 from config.errors import UserError
 from data.bpe import encode_documents
-from data.download import check_hub, progress_bar
+from data.download import progress_bar
 from data.gpt2_bpe import gpt2_encoding, valid_text
 from data.making.script import Arguments, fraction, whole
-from data.making.textfiles import read_blocks
 from data.making.writer import TokenWriter
 
 BATCH = 1 << 20  # characters that a thread encodes at a time
@@ -46,15 +44,16 @@ def arguments(doc: str, script: str) -> Arguments:
     return parser
 
 
-def prepare(args: Any, path: str, config: str | None = None) -> None:
-    """Make the dataset described by `args` (see arguments()) from `config` of hub dataset `path`.
-    Raises UserError as TokenWriter does, or if the documents are not available."""
+def prepare(args: Any, path: str, **options: Any) -> None:
+    """Make the dataset described by `args` (see arguments()) from the hub dataset `path`. options:
+    of datasets.load_dataset. Raises UserError as TokenWriter does, or if the documents are not
+    available."""
     if args.files:
         check_files(args.files)
         documents = file_documents(args.files)
     else:
         load_dataset()
-        documents = hub_documents(path, config)
+        documents = hub_documents(path, **options)
     arrays = encoded(batches(documents), gpt2_encoding(), args.val, args.workers)
     with TokenWriter(args.out, None, args.shard_tokens) as out:
         with progress_bar('{task.completed:,} tokens', TimeElapsedColumn()) as bar:
@@ -141,33 +140,31 @@ def load_dataset() -> Callable:
     return datasets.load_dataset
 
 
-def hub_documents(path: str, config: str | None = None, **options: Any) -> Iterator[str]:
+def hub_documents(path: str, **options: Any) -> Iterator[str]:
     """Yield column 'text' of the 'train' split of a hub dataset. options: for
     datasets.load_dataset. Raises UserError if it is not available."""
-    load = partial(load_dataset(), path, config, split='train', streaming=True)
+    load = load_dataset()
     try:
-        if 'data_files' not in options:
-            check_hub(path)
-        try:
-            rows = load(**options)
-        except RuntimeError as error:
-            if 'scripts' not in str(error):
-                raise
-            # a repository with a program instead of files: use the hub's own conversion
-            rows = load(revision='refs/convert/parquet')
-        for row in rows:
+        for row in load(path, split='train', streaming=True, **options):
             if isinstance(row['text'], str):
                 yield row['text']
     except Exception as error:  # noqa: BLE001  the hub's client raises errors of many libraries
-        what = options.get('data_files') or (
-            f'{path}, {config or "the default configuration"}, from the Hugging Face hub')
+        what = options.get('data_files', f'{path} {options} from the Hugging Face hub')
         reason = ' '.join(str(error).split())[:300]
         raise UserError(f"cannot stream the column 'text' of {what}: "
                         f'{type(error).__name__}: {reason}') from None
 
 
+def _lines(path: Path) -> Iterator[str]:
+    try:
+        with open(path, encoding='utf-8-sig', newline='\n') as file:
+            yield from (line.rstrip('\r\n') for line in file)
+    except (UnicodeDecodeError, OSError) as error:
+        raise UserError(f'{str(path)!r} cannot be read as UTF-8 text: {error}') from None
+
+
 def _json_lines(path: Path) -> Iterator[str]:
-    for number, line in enumerate(read_blocks(path, by_line=True), 1):
+    for number, line in enumerate(_lines(path), 1):
         if not line.strip():
             continue
         try:
@@ -180,5 +177,5 @@ def _json_lines(path: Path) -> Iterator[str]:
         yield text
 
 
-READERS = {'.jsonl': _json_lines, '.txt': partial(read_blocks, by_line=True),
+READERS = {'.jsonl': _json_lines, '.txt': _lines,
            '.parquet': lambda path: hub_documents('parquet', data_files=str(path))}

@@ -1,7 +1,4 @@
-"""Make a dataset from text files: find and split them, and write tokens in bounded memory.
-
-The files are read twice: first for their lengths and their alphabet, then to write the tokens.
-"""
+"""Make a dataset from text files: find and split them, and write their tokens."""
 
 import fnmatch
 import hashlib
@@ -9,7 +6,6 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,52 +13,23 @@ import numpy as np
 from rich.progress import Progress
 
 from config.errors import UserError
-from config.files import read_json
 from data.bpe import bpe_of
 from data.download import progress_bar
-from data.long_texts import alphabet_meta, bpe_arrays, char_encoder
+from data.gpt2_bpe import encode_text
 from data.making.writer import TokenWriter
-from data.tokenfiles import split_files
+from data.tokenizer import alphabet_meta, char_encoder
 
 NAMED = 3  # how many of the skipped files are listed by name
-BLOCK = 1 << 20  # characters read at a time
-MADE_BY = 'data/text/prepare.py'
+BLOCK = 1 << 20  # characters encoded, or learned from, at a time
 ENOUGH = 0.5  # fraction of val's share that entire files must reach
 FEWEST = 2  # characters per split: an input and its target
 
 
-@dataclass(frozen=True)
-class TextPart:
-    """Characters [start, end) of a text file. `digest`, of its text, determines the split."""
-    path: Path
-    digest: bytes
-    start: int
-    end: int
-
-    def __len__(self) -> int:
-        return self.end - self.start
-
-    def blocks(self) -> Iterator[str]:
-        """Yield the text in pieces. UserError if the file has become shorter."""
-        at = 0
-        for block in read_blocks(self.path):
-            piece = block[max(self.start - at, 0):max(self.end - at, 0)]
-            at += len(block)
-            if piece:
-                yield piece
-            if at >= self.end:
-                return
-        raise UserError(f'{str(self.path)!r} changed while it was read: prepare again')
-
-
-def read_blocks(path: Path, block: int = BLOCK, *, by_line: bool = False) -> Iterator[str]:
-    """Yield the text of a UTF-8 file in pieces of at most `block` characters, or by line. Line ends
-    become '\\n', or go by line; a byte order mark is dropped. UserError if the file cannot be read
-    or is not UTF-8 (possibly after some pieces)."""
+def read_text(path: Path) -> str:
+    """Return the text of a UTF-8 file, in which line ends become '\\n' and a byte order mark is
+    dropped. UserError if the file cannot be read or is not UTF-8."""
     try:
-        with open(path, encoding='utf-8-sig', newline='\n' if by_line else None) as file:
-            yield from ((line.rstrip('\r\n') for line in file) if by_line else
-                        iter(partial(file.read, block), ''))
+        return path.read_text(encoding='utf-8-sig')
     except UnicodeDecodeError as error:
         raise UserError(f'{str(path)!r} is not UTF-8 text ({error.reason})') from None
     except OSError as error:
@@ -70,36 +37,27 @@ def read_blocks(path: Path, block: int = BLOCK, *, by_line: bool = False) -> Ite
 
 
 def check_name(name: str, root: Path, overwrite: bool) -> Path:
-    """Return the folder `root/name`. Raises UserError for an invalid name, a folder that contains a
-    program (like nanoKV's own), and, unless `overwrite`, one whose dataset is not `made_here`."""
+    """Return the folder `root/name`. Raises UserError for an invalid name, and, unless it is the
+    program's own (text), for a folder that has a program, or a dataset without `overwrite`."""
     if not re.fullmatch(r'[A-Za-z0-9][A-Za-z0-9_.-]{0,99}', name):
         raise UserError(f'name {name!r}: allowed are up to 100 letters, digits, "_", "-" and "."')
     folder = root / name
-    if os.path.lexists(folder) and not os.path.isdir(folder):
-        raise UserError(f'name {name!r}: data/{name} is no folder; '
-                        'allowed is a name that is not taken')
-    programs = sorted(path.name for path in folder.glob('*.py'))
-    if name != 'text' and programs:
-        raise UserError(f'name {name!r}: data/{name}/ has a program of its own, {programs[0]!r}; '
-                        'allowed is a name that is not taken')
-    found = [*split_files(folder, 'train'), *split_files(folder, 'val'), *folder.glob('meta.pkl')]
-    if found and not overwrite and not made_here(folder):
-        raise UserError(f'name {name!r}: data/{name}/ holds {found[0].name!r}, which this program '
-                        'did not make; allowed is a name that is not taken, or --overwrite')
+    if name == 'text':
+        return folder
+    if programs := sorted(folder.glob('*.py')):
+        raise UserError(f'name {name!r}: data/{name}/ has a program of its own, '
+                        f'{programs[0].name!r}; allowed is a name that is not taken')
+    found = [*folder.glob('*.bin'), *folder.glob('meta.pkl')]
+    if found and not overwrite:
+        raise UserError(f'name {name!r}: data/{name}/ has {found[0].name!r} already; allowed is a '
+                        'name that is not taken, or --overwrite')
     return folder
 
 
-def made_here(folder: Path) -> bool:
-    """Return whether text/prepare.py made the dataset in `folder`, going by source.json."""
-    try:
-        return read_json(folder / 'source.json')['made_by'] == MADE_BY
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
 def find_files(inputs: list[Path], pattern: str) -> list[Path]:
-    """Return the given files, and those of given folders that match `pattern`, in the order of
-    their paths in it, each once. Raises UserError for a missing input, or if there are no files."""
+    """Return the given files, and those of given folders that match `pattern` and are not hidden,
+    in the order of their paths in it, each once. Raises UserError for a missing input, or if there
+    are no files."""
     found: dict[Path, Path] = {}
     for given in inputs:
         if os.path.isdir(given):
@@ -118,110 +76,100 @@ def find_files(inputs: list[Path], pattern: str) -> list[Path]:
     return list(found.values())
 
 
-def scan(files: list[Path]) -> tuple[list[TextPart], set[str]]:
-    """Return the files that are text, and the set of their characters. Reports skipped files on
+def _walk(folder: Path) -> Iterator[Path]:
+    def skip(error):
+        print(f'skipped folder {error.filename!r}: {error.strerror}', file=sys.stderr)
+
+    for here, folders, names in os.walk(folder, onerror=skip):
+        folders[:] = [name for name in folders if not name.startswith('.')]
+        paths = (Path(here) / name for name in names if not name.startswith('.'))
+        yield from filter(os.path.isfile, paths)
+
+
+def read_texts(files: list[Path]) -> list[str]:
+    """Return the texts of the files that are text, equal ones once. Reports skipped files on
     stderr. Raises UserError if none is text."""
-    texts, alphabet, skipped = [], set(), {}
+    paths, skipped = {}, []  # text -> its first file
     for path in tracked(files, 'reading'):
-        length, characters, digest = 0, set(), hashlib.sha256()
         try:
-            for block in read_blocks(path):
-                length += len(block)
-                characters.update(block)
-                digest.update(block.encode())
+            text = read_text(path)
         except UserError as error:
-            skipped[path] = str(error).removeprefix(f'{str(path)!r} is ')
+            skipped.append(str(error))
             continue
-        if '\0' in characters or not length:
-            skipped[path] = 'it holds zero bytes' if length else 'it is empty'
-        else:
-            texts.append(TextPart(path, digest.digest(), 0, length))
-            alphabet |= characters
+        if '\0' in text or not text:
+            skipped.append(f'{str(path)!r} {"has zero bytes" if text else "is empty"}')
+        elif paths.setdefault(text, path) != path:
+            skipped.append(f'{str(path)!r} is equal to {str(paths[text])!r}')
     if skipped:
-        _report(f'{len(skipped):,} of {len(files):,} files that are not text', skipped)
-    if not texts:
+        rest = '; ...' if len(skipped) > NAMED else ''
+        print(f'skipped {len(skipped):,} of {len(files):,} files: {"; ".join(skipped[:NAMED])}'
+              f'{rest}', file=sys.stderr)
+    if not paths:
         raise UserError(f'none of {len(files):,} files is text (UTF-8, not empty), '
                         f'e.g. {str(files[0])!r}')
-    return texts, alphabet
+    return list(paths)
 
 
-def split(texts: list[TextPart], share: float) -> dict[str, list[TextPart]]:
-    """Return {'train': parts, 'val': parts}, split as described in data/text/prepare.py.
+def split(texts: list[str], share: float) -> dict[str, list[str]]:
+    """Return {'train': texts, 'val': texts}, split as described in data/text/prepare.py.
     share: val's fraction of characters. UserError if a split has fewer than FEWEST characters.
     """
-    total = sum(map(len, texts))
-    copies: dict[bytes, list[TextPart]] = {}  # equal files are in one split
-    for text in texts:
-        copies.setdefault(text.digest, []).append(text)
-    chosen, room = set(), total * share
-    for digest, equal in sorted(copies.items()):
-        size = sum(map(len, equal))
-        if size <= room and len(copies) > 1:
-            chosen.add(digest)
-            room -= size
-    train = [text for text in texts if text.digest not in chosen]
-    val = [text for text in texts if text.digest in chosen]
-    if sum(map(len, val)) < ENOUGH * total * share:
+    total, chosen = sum(map(len, texts)), set()
+    room = total * share
+    for text in sorted(texts, key=lambda text: hashlib.sha256(text.encode()).digest()):
+        if len(text) <= room and len(texts) > 1:
+            chosen.add(text)
+            room -= len(text)
+    splits = {'train': [text for text in texts if text not in chosen],
+              'val': [text for text in texts if text in chosen]}
+    if room > (1 - ENOUGH) * total * share:
         largest = max(texts, key=len)
-        equal = copies[largest.digest]
-        cut = len(largest) - (total - int(total * (1 - share))) // len(equal)
-        cut = min(max(cut, FEWEST), len(largest))
-        train = [replace(text, end=cut) if text in equal else text for text in texts]
-        val = [replace(text, start=cut) for text in equal]
-    n_train, n_val = sum(map(len, train)), sum(map(len, val))
+        cut = max(len(largest) - total + int(total * (1 - share)), FEWEST)
+        splits = {'train': [text[:cut] if text is largest else text for text in texts],
+                  'val': [largest[cut:]]}
+    n_train, n_val = (sum(map(len, part)) for part in splits.values())
     if min(n_train, n_val) < FEWEST:
         raise UserError(f'too little text: {total:,} characters leave {n_train:,} for train and '
                         f'{n_val:,} for val with --val={share}; '
                         f'allowed are at least {FEWEST} each')
-    return {'train': train, 'val': val}
+    return splits
 
 
-def prepare(folder: Path, parts: dict[str, list[TextPart]], tokenizer: str, alphabet: set[str],
-            settings: dict) -> dict[str, int]:
+def prepare(folder: Path, splits: dict[str, list[str]], tokenizer: str,
+            several: bool) -> dict[str, int]:
     """Write the dataset, and return the number of tokens of each split. Prints nanoGPT's lines.
-    tokenizer: see data/text/prepare.py; 'char' has `alphabet`. `settings` go into source.json."""
-    texts = [(name, part) for name in parts for part in parts[name]]
-    several = len({part.path for _, part in texts}) > 1
-    print(f'length of dataset in characters: {sum(len(part) for _, part in texts):,}')
+    tokenizer: see data/text/prepare.py. several: texts end with a token, or with empty lines."""
+    texts = [(name, text) for name, part in splits.items() for text in part]
+    print(f'length of dataset in characters: {sum(len(text) for _, text in texts):,}')
     if tokenizer == 'char':
-        meta = alphabet_meta(alphabet | {'\n'} if several else alphabet)
-        arrays, newline = partial(map, char_encoder(meta['stoi'])), meta['stoi'].get('\n')
+        if several:  # two empty lines
+            texts = [(name, text.removesuffix('\n') + '\n\n\n') for name, text in texts]
+        meta = alphabet_meta(set().union(*(text for _, text in texts)))
+        encode = char_encoder(meta['stoi'])
     else:
-        train = tracked(parts['train'], 'learning tokens')
-        meta, encoding = bpe_of(tokenizer, (block for part in train for block in part.blocks()))
-        arrays, after = partial(bpe_arrays, encoding), np.array([encoding.eot_token])
+        train = tracked(splits['train'], 'learning tokens')
+        meta, encoding = bpe_of(tokenizer, (piece for text in train for piece in pieces(text)))
+        encode = partial(encode_text, encoding)
     if meta:
         print(f'vocab size: {meta["vocab_size"]:,}')
-    with TokenWriter(folder, meta, source={'made_by': MADE_BY, **settings}) as out:
-        for name, part in tracked(texts, 'writing'):
-            for ids in arrays(part.blocks()):
-                out.add(name, ids)
-            if several and tokenizer == 'char':
-                after = np.full(2 if ids[-1] == newline else 3, newline)
-            if several:
-                out.add(name, after)
+    with TokenWriter(folder, meta) as out:
+        for name, text in tracked(texts, 'writing'):
+            for piece in pieces(text):
+                out.add(name, encode(piece))
+            if several and tokenizer != 'char':
+                out.add(name, np.array([encoding.eot_token]))
     return out.tokens
 
 
-def tracked(files: list, description: str) -> Iterator:
-    """Iterate over `files` with a progress bar."""
+def pieces(text: str, least: int = BLOCK, most: int = BLOCK) -> Iterator[str]:
+    """Yield pieces of more than `least` characters, which are joined the text. GPT-2's words start
+    at a blank after a visible character: cut there, the ids are those of the entire text. Without
+    such a blank in the next `most` characters, it is cut after these."""
+    pattern = r'(?s).{1,%d}(?:.{0,%d}?\S(?=[ \n])|.{0,%d})' % (least, most, most)
+    return (match[0] for match in re.finditer(pattern, text))
+
+
+def tracked(items: list, description: str) -> Iterator:
+    """Iterate over `items` with a progress bar."""
     with progress_bar(*Progress.get_default_columns()) as bar:
-        yield from bar.track(files, description=description)
-
-
-def _walk(folder: Path) -> list[Path]:
-    """Return all non-hidden files below `folder`; report unreadable folders on stderr."""
-    files, errors = [], []
-    for here, folders, names in os.walk(folder, onerror=errors.append):
-        folders[:] = [name for name in folders if not name.startswith('.')]
-        files += [Path(here) / name for name in names if not name.startswith('.')]
-    if errors:
-        reasons = {error.filename: error.strerror for error in errors}
-        _report(f'{len(errors):,} folders that cannot be read', reasons)
-    return [path for path in files if os.path.isfile(path)]
-
-
-def _report(what: str, reasons: dict[Path | str, str]) -> None:
-    named = '; '.join(f'{str(path)!r}: {reason}' for path, reason in list(reasons.items())[:NAMED])
-    more = f'; and {len(reasons) - NAMED:,} more' if len(reasons) > NAMED else ''
-    print(f'skipped {what} ({named}{more})', file=sys.stderr)
+        yield from bar.track(items, description=description)

@@ -6,7 +6,6 @@ file that marks a folder as prepared (train.bin or train_00000.bin) is removed f
 """
 
 import contextlib
-import json
 import os
 import pickle
 import shutil
@@ -44,7 +43,7 @@ class TokenWriter:
             for ids in arrays:
                 out.add('train', ids)
 
-    meta, source: contents of meta.pkl and source.json; None = no such file.
+    meta: contents of meta.pkl; None = no such file.
     shard_tokens: 0 writes train.bin; otherwise train_00000.bin, train_00001.bin, ... of
         `shard_tokens` tokens each (the last may be shorter). Other splits are always one file.
 
@@ -53,10 +52,8 @@ class TokenWriter:
     Raises UserError for invalid meta or ids, no train tokens, or a folder that is not writable.
     """
 
-    def __init__(self, folder: Path, meta: dict | None = None, shard_tokens: int = 0,
-                 source: dict | None = None):
-        self.folder, self.shard_tokens = Path(folder), shard_tokens
-        self.meta, self.source = meta, source
+    def __init__(self, folder: Path, meta: dict | None = None, shard_tokens: int = 0):
+        self.folder, self.meta, self.shard_tokens = Path(folder), meta, shard_tokens
         if meta is not None and (problem := meta_problem(meta)):
             raise UserError(f'meta for {str(folder)!r}: {problem}')
         self.dtype = dtype_of(meta)
@@ -124,11 +121,9 @@ class TokenWriter:
             file.close()
         if self.meta is not None:
             (self._new / 'meta.pkl').write_bytes(pickle.dumps(self.meta))
-        if self.source is not None:
-            (self._new / 'source.json').write_text(json.dumps(self.source, indent=1))
         write_checksums(self._new)
         old = [*split_files(self.folder, 'train'), *split_files(self.folder, 'val'),
-               *(self.folder / name for name in ('meta.pkl', 'source.json', CHECKSUMS))]
+               self.folder / 'meta.pkl', self.folder / CHECKSUMS]
         for path in sorted(old, key=lambda path: path.name not in MARKERS):
             path.unlink(missing_ok=True)  # an old meta.pkl would decode new ids
         for path in sorted(self._new.iterdir(), key=lambda path: path.name in MARKERS):

@@ -22,7 +22,9 @@ BY_HAND = 'it is 9 billion tokens, 18 GB on disk and hours of streaming from the
 
 
 def main(argv: list[str] | None = None) -> None:
-    prepare(arguments(__doc__, __file__).parse_args(argv), 'Skylion007/openwebtext')
+    # the repository has a program instead of files, so this is the hub's own conversion
+    prepare(arguments(__doc__, __file__).parse_args(argv), 'Skylion007/openwebtext',
+            revision='refs/convert/parquet')
 
 
 if __name__ == '__main__':

@@ -1,1 +1,1 @@
-"""Synthetic recall at marked distances: see lags.py (the task) and README.md (why and how)."""
+"""Synthetic recall: see README.md (why and how)."""

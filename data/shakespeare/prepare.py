@@ -13,11 +13,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run from anywhere
 
 from configurator import run_program
-from data.making import tinyshakespeare
+from data.shakespeare_char import prepare
 
 
 def main(argv: list[str] | None = None) -> None:
-    tinyshakespeare.prepare(__doc__, __file__, argv, 'gpt2')
+    prepare.prepare(__doc__, __file__, argv, 'gpt2')
 
 
 if __name__ == '__main__':

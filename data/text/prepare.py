@@ -7,19 +7,18 @@
 writes data/text/ (or data/NAME/), which train.py knows as --dataset=text (or NAME).
 
 Files: the given ones, and in given folders those whose name matches --glob, at any depth, except
-hidden ones (.git). Files that are not UTF-8, contain a zero byte or are empty are skipped and
-reported. Line ends become \\n. The order is that of --input, and in a folder that of the paths.
+hidden ones (.git). Files that are not UTF-8, contain a zero byte, are empty or equal to an earlier
+one are skipped and reported. Line ends become \\n. The order is that of --input, and in a folder
+that of the paths. All texts are in memory while they are prepared.
 Split: of several files, whole ones are held out, in the order of a hash of their texts, as long as
 they fit into the share --val of all characters. If they make up less than half of that share (large
-files, or a single one), the last characters of the largest file (and of its copies) are held out
-instead. Equal files are in the same split.
+files, or a single one), the last characters of the largest file are held out instead.
 Tokens (--tokenizer): char, every character of the files, in sorted order; gpt2, GPT-2's 50,257;
 bpe:N, N tokens learned from the train split, of which each is about 2 (N=512) to 3 (N=2048)
 characters of English. gpt2 writes no meta.pkl.
 After each file, unless there is only one: the token <|endoftext|>; with char a line end, if it
 lacks one, and two empty lines.
-A folder under data/ with a dataset that this program did not make (it leaves source.json, with the
-settings) is only written to with --overwrite.
+A dataset in data/NAME/ is only replaced with --overwrite.
 """
 
 import sys
@@ -31,7 +30,7 @@ from config.errors import UserError
 from configurator import parse, run_program
 from data.datasets import DATA_ROOT
 from data.making.script import Arguments, fraction
-from data.making.textfiles import check_name, find_files, prepare, scan, split
+from data.making.textfiles import check_name, find_files, prepare, read_texts, split
 
 CONFIG = 'config/train_text.py'
 BY_HAND = 'it is made from files of your own, which --input names'
@@ -49,13 +48,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument('--name', default='text',
                         help='the folder under data/ to write to (default: text)')
     parser.add_argument('--overwrite', action='store_true',
-                        help='replace a dataset that this program did not make')
+                        help='replace a dataset in data/NAME/')
     args = parser.parse_args(argv)
     folder = check_name(args.name, DATA_ROOT, args.overwrite)
-    texts, alphabet = scan(find_files(args.input, args.glob))
-    settings = {'input': [str(path.resolve()) for path in args.input], 'glob': args.glob,
-                'tokenizer': args.tokenizer, 'val': args.val}
-    tokens = prepare(folder, split(texts, args.val), args.tokenizer, alphabet, settings)
+    texts = read_texts(find_files(args.input, args.glob))
+    tokens = prepare(folder, split(texts, args.val), args.tokenizer, several=len(texts) > 1)
     flags = '' if args.name == 'text' else f' --dataset={args.name} --out_dir=out-{args.name}'
     advice = ''
     block_size = parse('train', [CONFIG], echo=False).block_size

@@ -1,6 +1,6 @@
 """The account of any model's memory: bytes by layer and dtype, what engines allocate, how many
-sequences fit, and what the same model would hold with nanoKV's plan. Torch is needed only where
-transformers builds a model (`kv.models.build`)."""
+sequences fit, and what the same model would hold with nanoKV's plan. Torch and transformers are
+needed only for models that are not nanoKV's own (`kv.models.build`)."""
 import json
 import math
 import re
@@ -9,8 +9,8 @@ from dataclasses import replace
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from kv.models import engines
-from kv.models.config import check_sizes, text_of
-from kv.models.memory import NANOKV, Memory, Store, memory_of_facts, memory_of_plan
+from kv.models.config import check_sizes
+from kv.models.memory import NANOKV, Memory, Store, memory_of_plan
 from kv.plan import plan_kv
 from kv.report import REPORTED_DTYPES
 
@@ -38,8 +38,8 @@ def account(config: dict, batch: int = 1, max_seq_len: int = 4096, kv_dtype: str
         like        (with like) bytes, smaller, window, head_dim
 
     Raises:
-        UserError: if the config lacks a fact or contradicts itself, if transformers cannot run it,
-            or if only transformers knows this model type, and it is not installed.
+        UserError: if the config contradicts itself, or transformers cannot run it or is not
+            installed.
     """
     for name, value in (('max_seq_len', max_seq_len), ('batch', batch), *vllm.items()):
         if value < 1:
@@ -84,8 +84,8 @@ def _memory(config: dict) -> Memory:
     try:
         from kv.models.build import memory_of
         memory = memory_of(config)
-    except ImportError:
-        memory = memory_of_facts(text_of(config))
+    except ImportError as e:
+        raise UserError(f"this needs {e.name}: pip install 'transformers>=5.23'") from e
     # compressed-tensors, ModelOpt and Quark
     quantized = re.findall(r'"(kv_cache_\w+)": (?!null|false|{}|\[\])', json.dumps(config))
     notes = [f'{name} is not applied: kv_dtype says how K and V are counted' for name in quantized]

@@ -6,23 +6,18 @@
     state     arrays whose size does not depend on the length: recurrent states, and the last
               inputs of short convolutions
 
-`kv.models.build` reads the stores from a cache that transformers makes. Without transformers,
-`memory_of_facts` knows the keys of a few model types. No torch here.
+`kv.models.build` reads the stores from a cache that transformers makes. No torch here.
 """
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from config.errors import UserError, shown
 from kv.plan import KV_DTYPES, KVPlan, checked_dtype
 
 FULL, WINDOW, CHUNK, BLOCKS, STATE = 'full', 'window', 'chunk', 'blocks', 'state'
 CONV, RECURRENT = 'conv', 'recurrent'
 NANOKV = 'nanokv'
-INSTALL = "pip install 'transformers>=5.23'"
 FLOAT32_BYTES = 4
-
-KNOWN = 'llama', 'mistral', 'mixtral', 'phi3', 'qwen2', 'qwen3'  # to `memory_of_facts`
 
 
 class Part(NamedTuple):
@@ -98,42 +93,6 @@ class Memory:
     model_type: str
     assumed: tuple[str, ...] = ()
     defaults: str = ''
-
-
-def memory_of_facts(config: dict) -> Memory:
-    """Read a text model's config without transformers.
-
-    Raises:
-        UserError: if the model type is not in KNOWN, a necessary key is missing or wrong, or a
-            layer has other than full attention.
-    """
-    model_type = config.get('model_type')
-    if model_type not in KNOWN:
-        raise UserError(f'model_type={model_type!r}: without transformers, known are '
-                        f"{', '.join(KNOWN)}; for others: {INSTALL}")
-
-    def whole(name):
-        value = config.get(name)
-        if type(value) is not int or value < 1:
-            raise UserError(f'this config has {name}={shown(value)}: must be a whole number of at '
-                            f'least 1; for the defaults of its class: {INSTALL}')
-        return value
-    n_layer, n_head, heads = map(whole, ('num_hidden_layers', 'num_attention_heads',
-                                         'num_key_value_heads'))
-    divided = config.get('head_dim') is None and model_type != 'qwen3'  # whose class has a default
-    width = whole('hidden_size') // n_head if divided else whole('head_dim')
-
-    window = config.get('sliding_window', model_type == 'mistral')  # whose class has one
-    kinds = config.get('layer_types')
-    if kinds is None and not (window and config.get('use_sliding_window') is not False):
-        kinds = ['full_attention'] * n_layer
-    if kinds != ['full_attention'] * n_layer:
-        raise UserError('without transformers, only models are read whose layers all have full '
-                        f'attention; this config has layer_types={str(kinds)[:60]} and '
-                        f'sliding_window={shown(window)}: {INSTALL}')
-    parts = Part('K', heads, width), Part('V', heads, width)
-    stores = tuple(Store(FULL, (i,), parts) for i in range(n_layer))
-    return Memory(stores, n_layer, n_head, width, model_type)
 
 
 def memory_of_plan(plan: KVPlan) -> Memory:

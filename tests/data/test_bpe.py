@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from config.errors import UserError
 from data.bpe import learn_bpe, learned_encoding
 from data.gpt2_bpe import END_OF_TEXT, encode_text
-from data.long_texts import alphabet_meta, bpe_arrays, char_encoder
 from data.tokenfiles import TokenSplit, meta_problem
-from data.tokenizer import BPETokenizer, bytes_per_token, load_tokenizer
+from data.tokenizer import (BPETokenizer, alphabet_meta, bytes_per_token, char_encoder,
+                            load_tokenizer)
 from interop.tokenizer_files import save_tokenizer, tokenizer_in
 
 TEXT = ('The cat that sat there thought of the other thing, then of others; café, 你好.\n\n' * 5
@@ -79,22 +79,6 @@ def test_export_and_back(tmp_path):
     assert isinstance(back, BPETokenizer) and back.vocab_size == 320
     text = TEXT + 'Unseen: Ünïcödé 🙂' + END_OF_TEXT
     assert back.encode(text) == TOKENIZER.encode(text)
-
-
-# -- long texts: encoded in pieces they give the same ids, however they are cut
-
-def test_bpe_of_any_text_cut_anywhere(tiny):
-    @given(st.lists(st.text(alphabet='the \n\t\x1c\u2003é,\'s', max_size=12), max_size=8))
-    def check(blocks):
-        ids = [i for array in bpe_arrays(tiny, blocks) for i in array.tolist()]
-        assert ids == tiny.encode_ordinary(''.join(blocks))
-    check()
-
-
-def test_a_text_without_blanks_does_not_pile_up(tiny, monkeypatch):
-    monkeypatch.setattr('data.long_texts.LONGEST_PIECE', 1000)
-    arrays = list(bpe_arrays(tiny, ['x' * 300] * 20))
-    assert len(arrays) == 5 and tiny.decode(np.concatenate(arrays).tolist()) == 'x' * 6000
 
 
 def test_a_large_alphabet_fits_uint16():

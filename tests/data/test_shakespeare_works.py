@@ -48,9 +48,7 @@ def test_texts_split_by_whole_works(prepare, sdist, tmp_path):
     assert train == "HAMLET\n\nTo be, or not to be\nenforced [Aside.]\n\n\nI\nSummer\n"
     assert val.replace(' ', '_') == '\n\n\n'.join(f'HELD_OUT_{name}'
                                                   for name in sorted(prepare.HELD_OUT)) + '\n'
-    meta = read_meta(tmp_path / 'out')
-    assert list(meta['stoi']) == sorted(set(train + val))
-    assert meta['vocab_size'] == len(meta['itos'])
+    assert list(read_meta(tmp_path / 'out')['stoi']) == sorted(set(train + val))
 
 
 def test_byte_pairs_of_the_same_split(prepare, sdist, tmp_path):
@@ -66,13 +64,6 @@ def test_clean_drops_rules_and_keeps_words(prepare):
     raw = ('\n\nTITLE\nby W. S.\n\n\n\n  Verse_,_ &c.\t\n@@@@\n    *    *\n____\n'
            'how doth she/ and [He dies.}\n\n\nTHE END\n')
     assert prepare.clean(raw) == 'TITLE\nby W. S.\n\n  Verse, &c.\nhow doth she, and [He dies.]'
-
-
-def test_other_file_is_refused(prepare, sdist, tmp_path):
-    sdist.write_bytes(sdist.read_bytes() + b'x')
-    with pytest.raises(UserError, match='sha256') as caught:
-        prepare.main([f'--sdist={sdist}', f'--out={tmp_path / "out"}'])
-    assert '\n' not in str(caught.value) and not (tmp_path / 'out').exists()
 
 
 def test_pip_must_check_the_hash_and_its_error_is_told(prepare, sdist, tmp_path, monkeypatch):

@@ -2,14 +2,13 @@
 
 import os
 import pickle
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from config.errors import UserError
 from data.making.writer import TokenWriter, write_dataset
-from data.tokenfiles import TokenSplit, is_prepared, open_split, read_meta
+from data.tokenfiles import open_split, read_meta
 from tests.data.support import META, ids_of
 
 SPLITS = {'train': np.array([0, 1, 2, 1]), 'val': np.array([2, 0])}
@@ -25,8 +24,6 @@ def test_round_trip_is_nanogpts_format(tmp_path):
     assert pickle.loads((folder / 'meta.pkl').read_bytes()) == META
     tokens = ids_of(folder, 'val')
     assert tokens.dtype == np.uint16 and tokens.tolist() == [2, 0]
-    with pytest.raises(ValueError):
-        tokens[0] = 1
     assert read_meta(folder) == META
 
 
@@ -90,24 +87,6 @@ def test_tokens_outside_the_vocabulary_are_refused(tmp_path):
             tokens.window(0, 2)
 
 
-def test_many_threads_read_more_files_than_stay_open(tmp_path, monkeypatch):
-    write_shards(tmp_path, 300, 10)
-    monkeypatch.setattr(TokenSplit, 'MAX_OPEN', 2)
-    data = open_split(tmp_path, 'train')
-
-    def read(seed):
-        starts = np.random.default_rng(seed).integers(0, 275, size=200).tolist()
-        return all(data.window(start, 25).tolist() == list(range(start, start + 25))
-                   for start in starts)
-    with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(read, range(8)))
-    if os.path.isdir('/proc/self/fd'):
-        before = len(os.listdir('/proc/self/fd'))
-        again = open_split(tmp_path, 'train')
-        assert again.window(0, 300).tolist() == list(range(300))
-        assert len(os.listdir('/proc/self/fd')) <= before + 2
-
-
 @pytest.mark.parametrize('damage, words', [
     (lambda path: path.write_bytes(b'ab'), 'has become shorter'),
     (lambda path: path.unlink(), 'cannot be read: No such file')])
@@ -118,15 +97,6 @@ def test_a_file_that_is_damaged_while_it_is_in_use_is_named(tmp_path, damage, wo
     assert data.window(0, 4).tolist() == [0, 1, 2, 3]
     with pytest.raises(UserError, match=rf"train_00001\.bin' {words}"):
         data.window(2, 4)
-
-
-@pytest.mark.parametrize('sizes, short', [
-    ((4, 4, 2), []), ((4, 3, 4, 2), [1]), ((4,), []), ((3, 4, 4, 1), [0])])
-def test_a_shard_shorter_than_the_others_is_told(tmp_path, sizes, short):
-    for number, size in enumerate(sizes):
-        np.arange(size, dtype='<u2').tofile(tmp_path / f'train_{number:05d}.bin')
-    data = open_split(tmp_path, 'train')
-    assert data.short_files() == [data.files[i] for i in short]
 
 
 def test_numeric_order_needs_no_leading_zeros(tmp_path):

@@ -89,30 +89,26 @@ def test_logits_are_transformers_own(tmp_path, settings):
     assert gap(ours.double(), hf.double(), idx) < 1e-9
 
 
-def with_masks(tensors):
-    for i in range(2):
-        tensors[f'transformer.h.{i}.attn.bias'] = torch.ones(1, 1, 32, 32)
-        tensors[f'transformer.h.{i}.attn.masked_bias'] = torch.tensor(-1e4)
-
-
-def with_lm_head(tensors):
-    tensors['lm_head.weight'] = tensors['transformer.wte.weight'].clone()
-
-
-@pytest.mark.parametrize('how, change, settings', [
-    (dict(max_shard_size='20KB'), None, {}), (dict(max_shard_size=1), None, {}),
-    ({}, with_masks, {}), ({}, with_lm_head, dict(tie_word_embeddings=False)),
-    ({}, lambda tensors: None, None)])
-def test_every_layout_of_the_files(tmp_path, how, change, settings):
+@pytest.mark.parametrize('max_shard_size', ['20KB', 1])
+def test_shards(tmp_path, max_shard_size):
     hf = theirs()
-    saved(tmp_path, hf, **how)
-    assert (tmp_path / 'model.safetensors').exists() == (change is not None)
-    if change is not None:
-        edit_tensors(tmp_path, change)
-    if settings is None:  # the shortest possible config.json: the rest are GPT2Config's defaults
-        (tmp_path / 'config.json').write_text(json.dumps({'model_type': 'gpt2', **SMALL}))
-    else:
-        edit(tmp_path, **settings)
+    saved(tmp_path, hf, max_shard_size=max_shard_size)
+    assert not (tmp_path / 'model.safetensors').exists()
+    assert gap(from_pretrained(str(tmp_path)), hf, ids()) < 1e-4
+
+
+def test_masks_a_copy_of_the_embedding_and_the_shortest_config(tmp_path):
+    hf = theirs()
+    saved(tmp_path, hf)
+    def change(tensors):
+        tensors['lm_head.weight'] = tensors['transformer.wte.weight'].clone()
+        for i in range(2):
+            tensors[f'transformer.h.{i}.attn.bias'] = torch.ones(1, 1, 32, 32)
+            tensors[f'transformer.h.{i}.attn.masked_bias'] = torch.tensor(-1e4)
+    edit_tensors(tmp_path, change)
+    # the rest are GPT2Config's defaults
+    config = {'model_type': 'gpt2', **SMALL, 'tie_word_embeddings': False}
+    (tmp_path / 'config.json').write_text(json.dumps(config))
     assert gap(from_pretrained(str(tmp_path)), hf, ids()) < 1e-4
 
 
@@ -173,13 +169,10 @@ def test_what_cannot_be_fetched_is_told_with_its_remedy(monkeypatch):
 
 # -- what is refused -------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('overrides, named', [
-    (dict(n_layer=3), ['n_layer=3', 'dropout']), (dict(bias=False), ['bias=False']),
-    (dict(dropout=1.0), ['dropout=1.0']), (dict(dropout='no'), ["dropout='no'"]),
-    (dict(gelu='new'), ["gelu='new'"]),
-], ids=str)
-def test_only_dropout_and_gelu_can_be_overridden(good, overrides, named):
-    refused(good, *named, **overrides)
+def test_only_dropout_can_be_overridden(good):
+    refused(good, "'n_layer': 3", 'dropout', n_layer=3)
+    refused(good, 'dropout=1.0', dropout=1.0)
+    assert from_pretrained(str(good), {'dropout': 0.5}).config.dropout == 0.5
 
 
 @pytest.mark.parametrize('settings', [
@@ -195,8 +188,7 @@ def test_options_that_the_model_does_not_have(folder, settings):
 
 
 def lm_head_of_its_own(tensors):
-    with_lm_head(tensors)
-    tensors['lm_head.weight'] += 1
+    tensors['lm_head.weight'] = tensors['transformer.wte.weight'] + 1
 
 
 def repeated(tensors):
@@ -224,8 +216,7 @@ def test_tensors_that_do_not_fit(folder, change, named):
 @pytest.mark.parametrize('name, content, named', [
     ('config.json', None, ['no config.json in', '*.safetensors']),
     ('config.json', b'{"n_layer": 2', ['JSON']), ('config.json', b'\xff', ['JSON']),
-    ('config.json', b'[1]', ['list']), ('model.safetensors', b'', ['damaged']),
-    ('model.safetensors', None, ['no *.safetensors'])])
+    ('config.json', b'[1]', ['list']), ('model.safetensors', b'', ['damaged'])])
 def test_files_that_cannot_be_read(folder, name, content, named):
     (folder / name).unlink()
     if content is not None:
@@ -240,11 +231,7 @@ def test_pickles_are_not_read_and_an_untied_lm_head_must_be_there(folder):
     refused(folder, 'no *.safetensors', 'safe_serialization=True')
 
 
-def test_shards_that_are_missing_or_damaged(tmp_path):
+def test_a_shard_that_is_missing(tmp_path):
     saved(tmp_path, max_shard_size='20KB')
-    shard = sorted(tmp_path.glob('model-*.safetensors'))[-1]
-    content = shard.read_bytes()
-    shard.unlink()
+    sorted(tmp_path.glob('model-*.safetensors'))[-1].unlink()
     refused(tmp_path, 'lack h.')
-    shard.write_bytes(content[:-7])
-    refused(tmp_path, shard, 'damaged')

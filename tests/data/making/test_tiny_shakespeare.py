@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import pickle
 import subprocess
 import sys
 import urllib.request
@@ -11,7 +10,6 @@ import pytest
 
 from config.errors import UserError
 from data.datasets import DATA_ROOT
-from data.making import tinyshakespeare
 from data.tokenfiles import read_meta
 from tests.data.support import ids_of
 
@@ -34,9 +32,9 @@ def test_characters_as_nanogpt_numbers_them(load_prepare, text_file, tmp_path):
     chars, cut = sorted(set(TEXT)), int(len(TEXT) * 0.9)
     ids = [chars.index(c) for c in TEXT]
     assert tokens(tmp_path / 'out') == {'train': ids[:cut], 'val': ids[cut:]}
-    meta = pickle.loads((tmp_path / 'out' / 'meta.pkl').read_bytes())
-    assert meta == {'vocab_size': len(chars), 'itos': dict(enumerate(chars)),
-                    'stoi': {c: i for i, c in enumerate(chars)}}
+    assert read_meta(tmp_path / 'out') == {
+        'vocab_size': len(chars), 'itos': dict(enumerate(chars)),
+        'stoi': {c: i for i, c in enumerate(chars)}}
 
 
 def test_bpe_of_each_half(load_prepare, tiny, text_file, tmp_path):
@@ -59,10 +57,10 @@ def test_download_is_checked_kept_and_not_repeated(load_prepare, tmp_path, monke
     with pytest.raises(UserError, match='sha256.*--input=FILE'):
         prepare.main([f'--out={tmp_path}'])
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(tinyshakespeare, 'SHA256', hashlib.sha256(content).hexdigest())
+    monkeypatch.setattr(prepare, 'SHA256', hashlib.sha256(content).hexdigest())
     for _ in range(2):
         prepare.main([f'--out={tmp_path}'])
-    assert asked == [tinyshakespeare.URL] * 2 and (tmp_path / 'input.txt').read_bytes() == content
+    assert asked == [prepare.URL] * 2 and (tmp_path / 'input.txt').read_bytes() == content
     assert len(tokens(tmp_path)['train']) > 50
 
 

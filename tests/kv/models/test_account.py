@@ -12,10 +12,7 @@ from hypothesis import strategies as st
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
-from interop.huggingface import derived_keys
 from kv import account
-from kv.models.build import memory_of
-from kv.models.memory import KNOWN, memory_of_facts
 from kv.plan import plan_kv
 from tests.helpers.hf_families import FAMILIES
 
@@ -26,7 +23,6 @@ LLAMA = dict(model_type='llama', hidden_size=4096, num_hidden_layers=32, num_att
 # windows to one global layer)
 GEMMA_3 = dict(model_type='gemma3', torch_dtype='bfloat16', text_config=dict(
     model_type='gemma3_text', hidden_size=2560, num_hidden_layers=34, sliding_window=1024))
-MISTRAL = LLAMA | dict(model_type='mistral', sliding_window=4096)
 STATES = dict(model_type='qwen3_next', num_hidden_layers=4, num_attention_heads=4, head_dim=8,
               num_key_value_heads=4, hidden_size=32, linear_num_value_heads=2,
               linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
@@ -92,7 +88,8 @@ LISTED = dict(num_experts_per_tok=1, n_routed_experts=2, mlp_layer_types=['dense
       for name in ('qwen2_5_omni', 'qwen3_omni_moe')],
     (dict(model_type='paddleocr_vl'), 18 * 2048 * 2 * 2 * 128 * 2),
     (dict(model_type='kosmos-2'), 24 * 2048 * 2 * 2048 * 2),
-    (dict(model_type='ernie4_5_vl_moe'), 28 * 2048 * 2 * 4 * 128 * 2)])
+    (dict(model_type='ernie4_5_vl_moe'), 28 * 2048 * 2 * 4 * 128 * 2),
+    (dict(model_type='bert', num_hidden_layers=2, is_decoder=True), 2 * 2048 * 2 * 768 * 2)])
 def test_more_models_by_hand(config, nbytes):
     assert account(config, max_seq_len=2048)['bytes'] == nbytes
 
@@ -142,32 +139,13 @@ def test_a_budget_of_exactly_n_sequences_holds_n():
         assert found['fit'][name] == 7 * one['bytes'] // nbytes
 
 
-@pytest.mark.parametrize('model_type', KNOWN)
-def test_common_keys_say_the_same_as_the_class(model_type):
-    config = LLAMA | dict(model_type=model_type, num_hidden_layers=2, sliding_window=None)
-    if model_type == 'qwen3':
-        config |= dict(head_dim=16, sliding_window=9, use_sliding_window=False,
-                       layer_types=['full_attention'] * 2)
-    assert memory_of_facts(config).stores == memory_of(config).stores
-
-
-@pytest.mark.parametrize('config, message', [
-    (FAMILIES['qwen3_next'] | dict(model_type='qwen3_next'), 'known are llama.*pip install'),
-    (GEMMA_3, 'known are llama.*pip install'),
-    (MISTRAL, 'sliding_window=4096: pip install'),
-    (LLAMA | dict(model_type='mistral'), 'sliding_window=True: pip install'),
-    (LLAMA | dict(model_type='qwen3'), 'head_dim=None.*pip install'),
-    (LLAMA | dict(layer_types=['sliding_attention'] * 32), 'all have full attention'),
-    (LLAMA | dict(layer_types=['full_attention'] * 31), 'all have full attention'),
-    (LLAMA | dict(num_key_value_heads='8'), "num_key_value_heads='8'"),
-    (LLAMA | dict(head_dim=2.5), 'head_dim=2.5'), (LLAMA | dict(layer_types=5), 'layer_types=5'),
-    (LLAMA | dict(num_hidden_layers=10 ** 9), 'at most 2,000 make sense'),
-    ({'nanokv': {'n_layer': 3, 'colour': 2}}, 'not of a model of this version')])
-def test_what_only_the_class_knows(config, message, monkeypatch):
+def test_what_is_refused_before_anything_is_built(monkeypatch):
     monkeypatch.setitem(sys.modules, 'transformers', None)
     monkeypatch.delitem(sys.modules, 'kv.models.build', raising=False)
-    with pytest.raises(UserError, match=message):
-        account(config)
+    with pytest.raises(UserError, match="needs transformers: pip install 'transformers>="):
+        account(LLAMA)
+    with pytest.raises(UserError, match='not of a model of this version'):
+        account({'nanokv': {'n_layer': 3, 'colour': 2}})
 
 
 def test_what_is_beside_the_decoder_is_told():
@@ -225,17 +203,12 @@ def test_names_of_labels_take_no_memory():
     tracemalloc.stop()
 
 
-def test_a_decoder_of_an_encoders_family():
-    bert = dict(model_type='bert', num_hidden_layers=2, is_decoder=True)
-    assert account(bert, max_seq_len=10)['bytes'] == 2 * 10 * 2 * 768 * 2
-
-
-def test_nothing_is_needed_but_the_standard_library():
+def test_our_own_models_need_the_standard_library_alone():
     program = ("import sys\nfor name in ('torch', 'transformers', 'rich', 'numpy'):\n"
-               f'    sys.modules[name] = None\nfrom kv import account\n'
-               f"print(account({LLAMA!r}, max_seq_len=10)['bytes'])")
+               f"    sys.modules[name] = None\nfrom kv import account\n"
+               "print(account({'nanokv': {}}, max_seq_len=10)['bytes'])")
     done = subprocess.run([sys.executable, '-c', program], cwd=ROOT, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == (f'{10 * 32 * 2 * 8 * 128 * 2}\n', '')
+    assert (done.stdout, done.stderr) == (f'{10 * 12 * 2 * 768 * 2}\n', '')
 
 
 EXAMPLES = {  # of docs/accounting.md, a layer of each

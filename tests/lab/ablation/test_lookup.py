@@ -6,7 +6,7 @@ import torch
 
 import ablate
 from config.gpt_config import GPTConfig
-from data.recall.lookup import LookupTask
+from data.recall.tasks import LookupTask
 from lab.ablation import lookup as looking
 from lab.ablation import tables
 from lab.ablation.summary import lookup_of_row

@@ -8,7 +8,7 @@ import torch
 from config.errors import UserError
 from data.bpe import bpe_of, encode_documents
 from data.making.writer import write_dataset
-from data.recall.lags import LagTask
+from data.recall.tasks import LagTask
 from data.tokenizer import BPETokenizer, CharTokenizer
 from training.evaluate import window_starts
 from engine.weights.quantize import weights_dtype
