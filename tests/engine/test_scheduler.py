@@ -32,7 +32,7 @@ class Cache:
     def reserve(self, row, length):
         assert length <= self.max_seq_len
         # OutOfPages, if the scheduler had not checked before
-        self.table.extend(row, len(self.texts[row]), length)
+        self.table.extend(row, length)
 
     def append(self, row, tokens):
         """Pages must have been reserved before: a step without pages fails for all its requests.
@@ -139,8 +139,7 @@ class Requests(RuleBasedStateMachine):
     def step(self):
         s, before = self.s, {r: len(r.tokens) for r in self.s.scheduler.running}
         decoding = [r for r in before if r.decoding]
-        needed = s.cache.table.pages_needed([(r.row, r.num_computed_tokens, r.length)
-                                             for r in decoding])
+        needed = sum(s.cache.table.pages_needed(r.row, r.length) for r in decoding)
         n_free, preempted_before = s.cache.table.n_free, {r: r.preempted for r in s.requests}
         work = s.step()
         # preemption: only if pages run out, the latest first, and the oldest always continues

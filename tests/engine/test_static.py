@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from config.gpt_config import GPTConfig
-from engine.steps import static
 from engine.pages.cache import PagedKVCache
 from engine.pages.table import OutOfPages
 from engine.steps.static import StaticCache
@@ -63,20 +62,15 @@ class Tables(RuleBasedStateMachine):
     def move(self, source, to):
         self.cache.move(source, to)
 
-    @rule(source=ROW, to=ROW)
-    def fork(self, source, to):
-        if not self.cache.table.rows[to]:
-            self.cache.fork(source, to)
-
     @rule(view=VIEW)
     def interrupted_update(self, view):
         """Ctrl-C after the entries were written, but before `set` has recorded it."""
-        put = torch.Tensor.index_put_
+        put = torch.Tensor.__setitem__
 
         def interrupted(*args):
             put(*args)
             raise KeyboardInterrupt
-        with (mock.patch.object(torch.Tensor, 'index_put_', interrupted),
+        with (mock.patch.object(torch.Tensor, '__setitem__', interrupted),
               contextlib.suppress(KeyboardInterrupt)):
             self.views[view].set([None])
 
@@ -99,27 +93,6 @@ class Tables(RuleBasedStateMachine):
 
 TestTables = Tables.TestCase
 TestTables.settings = settings(max_examples=150, stateful_step_count=30)
-
-
-def test_a_page_that_one_row_takes_costs_one_entry(monkeypatch):
-    sent, on_device = [], static.on_device
-
-    def counted(*args):
-        tensor = on_device(*args)
-        sent.append(tensor.numel())
-        return tensor
-    monkeypatch.setattr(static, 'on_device', counted)
-    cache = PagedKVCache(PLAN, 64, 400, n_pages=6400, page_size=4)
-    cache.fill_(379)
-    view, held = StaticCache(cache, 64), cache.lengths.tolist()
-    view.set(held)
-    cache.reserve(17, 381)
-    sent.clear()
-    view.set(held)
-    view.set(held)
-    # a position, page, offset and number of keys for each row; row, place and page of one entry
-    assert sent == [256, 3, 256]
-    assert view.block_table.tolist() == whole(cache, 64)
 
 
 @pytest.mark.parametrize('paged', [False, True])
