@@ -50,7 +50,6 @@ class PageTable:
     reclaim: called with the number of evictable pages that it must unpin.
     version: incremented whenever the pages of a row change; versions[r]: its value when row r last
     changed. Anything derived from the table stays valid until then.
-    pin_version: incremented whenever a page is pinned or unpinned.
     """
 
     def __init__(self, n_rows: int, n_pages: int, page_size: int):
@@ -64,7 +63,6 @@ class PageTable:
         self._free = list(range(n_pages))
         self.pinned, self.n_evictable, self.reclaim = set(), 0, None
         self.version, self.versions = 0, [0] * n_rows
-        self.pin_version = 0
 
     @property
     def n_free(self) -> int:
@@ -134,20 +132,17 @@ class PageTable:
         if page not in self.pinned:
             self.pinned.add(page)
             self.refs[page] += 1
-            self.pin_version += 1
 
     def take_pinned(self) -> int:
         """Take a free page and pin it."""
         page = self._take()
         self.pinned.add(page)
         self.n_evictable += 1
-        self.pin_version += 1
         return page
 
     def unpin(self, page: int) -> bool:
         """Unpin a page. Returns whether it is free now."""
         self.pinned.remove(page)
-        self.pin_version += 1
         self.n_evictable -= self.refs[page] == 1
         self._unref(page)
         return not self.refs[page]
