@@ -279,22 +279,6 @@ def test_the_least_recently_used_leaves_go_first():
     assert [len(world.store.match([token] * 21).blocks) for token in (1, 2, 3)] == [5, 0, 1]
 
 
-def test_a_text_is_evicted_from_its_end_anchor_by_anchor():
-    """The rest can still be continued, and keeps no local parts that nothing can use."""
-    world, text, lengths = World(), [i * i % 61 for i in range(42)], []
-    for end in (7, 20, 33, 41):
-        world.visit(text[:end])
-    expected = [41, 36]  # 33, whose part is that of a whole block; the one before went earlier
-    while world.store.blocks:
-        hit = world.store.match(text)
-        if not world.store._spare:
-            assert hit.length == hit.n_matched  # nothing after the last anchor
-            lengths.append(hit.length)
-        shrink(world.store, world.store.nbytes - 1)
-        world.consistent()
-    assert list(dict.fromkeys(lengths)) == expected
-
-
 def test_after_a_fault_the_tree_is_the_truth():
     world = World()
     world.begin(0, list(range(30)))
