@@ -1,4 +1,4 @@
-"""Linear layers on a CPU, fast for the few rows of a decode step; GELU."""
+"""Linear layers on a CPU, fast for the few rows of a decode step."""
 import ctypes
 import functools
 import math
@@ -26,23 +26,6 @@ class FewRowsLinear(nn.Linear):
                 or x.numel() > few_rows(x.dtype) * x.size(-1)):
             return F.linear(x, w, self.bias)
         return by_extension(describe(self), x).to(x.dtype)
-
-
-class FastGELU(nn.GELU):
-    """nn.GELU by the extension, where torch's would take a good part of a prompt's time."""
-
-    def forward(self, x):
-        plain = torch.compiler.is_compiling() or torch.is_grad_enabled()
-        if plain or x.dtype not in native.DTYPES or x.device.type != 'cpu' or not native.library():
-            return super().forward(x)
-        x = x.contiguous()
-        y = torch.empty_like(x)
-        no_gradient = ctypes.c_void_p()
-        native.library().nanokv_gelu(
-            ctypes.c_int64(torch.get_num_threads()), ctypes.c_void_p(x.data_ptr()), no_gradient,
-            ctypes.c_void_p(y.data_ptr()), ctypes.c_int64(x.numel()),
-            self.approximate == 'tanh', x.dtype == torch.bfloat16)
-        return y
 
 
 def describe(linear) -> tuple[native.Linear, tuple]:
@@ -115,11 +98,7 @@ def _seconds(*calls) -> list[float]:
 
 
 def speed_up_on_cpu(model) -> None:
-    """Turn the model's Linear layers into `FewRowsLinear`, with the same weights, and its GELUs
-    into `FastGELU`, in place."""
+    """Turn the model's Linear layers into `FewRowsLinear`, with the same weights, in place."""
     for module in model.modules():
-        if type(module) in FASTER:
-            module.__class__ = FASTER[type(module)]
-
-
-FASTER = {nn.Linear: FewRowsLinear, nn.GELU: FastGELU}
+        if type(module) is nn.Linear:
+            module.__class__ = FewRowsLinear
