@@ -11,7 +11,6 @@ from collections.abc import Iterable
 import torch
 
 from attention.cached import TILE, cached_attention, kernel_takes
-from config.errors import UserError
 from engine.pages import chunks
 from engine.pages.table import PageTable
 from kv.cache import KVCache, Step, on_device, select_rows, slice_tokens

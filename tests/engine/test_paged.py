@@ -37,8 +37,9 @@ def ample(batch, room, page_size):
     ('', {}, 40), ('int8', dict(kv_dtype='int8'), 12),
     ('', dict(dtype=torch.float32, bound=1e-4), 12)], ids=['float64', 'int8', 'float32'])
 def test_anything_done_to_a_cache_equals_each_row_alone(quantized, kind, n_examples, paged):
-    """Ragged chunks, subsets of rows, resets, moves, any mechanisms; past two wraps of the window. A masked key has weight 0, and 0 * NaN is NaN: the values of NaN
-    rows must not stay in a reused row or page."""
+    """Ragged chunks, subsets of rows, resets, moves, any mechanisms; past two wraps of the window.
+    A masked key has weight 0, and 0 * NaN is NaN: the values of NaN rows must not stay in a reused
+    row or page."""
     @settings(max_examples=n_examples)
     @given(data=st.data(), batch=st.integers(1, 4), page_size=st.sampled_from(SIZES),
            config=configs(windows=(1, 2, 3, 5, 8), kv_quant_train=quantized))
