@@ -7,7 +7,6 @@
 A request's completion does not depend on other requests, up to GEMM rounding.
 """
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -89,7 +88,6 @@ class Engine:
         self.watched: dict[int, RowView | None] = {}  # of these requests, the newest `view`
         self._events: list[Event] = []               # to be returned by this step or the next
         self._failed = False                         # a step failed, and `_recover` is not done
-        self._inboxes: dict[int, deque[Event]] = {}  # of streamed requests, by number
         self._submitted = 0
         self.held_peak = 0                           # largest `PagedKVCache.held_nbytes` so far
 
@@ -119,8 +117,8 @@ class Engine:
         return index
 
     def cancel(self, index: int) -> Event | None:
-        """End a request. Returns its last event, which `step` or the stream also returns, or None
-        if it has already ended (its last event may not have been returned yet)."""
+        """End a request. Returns its last event, which `step` also returns, or None if it has
+        already ended (its last event may not have been returned yet)."""
         try:
             self._land()  # it may end by the token that is in flight
             if index not in self.jobs:
@@ -137,7 +135,7 @@ class Engine:
 
     def view(self, index: int, done: bool = False) -> RowView | None:
         """What the row of an unfinished, watched request holds. None: it has not had a row yet."""
-        self.watched[index] = view_of(self.jobs[index], self.scheduler, self.watched[index], done)
+        self.watched[index] = view_of(self.jobs[index], self.scheduler, done)
         return self.watched[index]
 
     def _check(self, ids, params):
@@ -164,40 +162,35 @@ class Engine:
 
     def stream(self, prompts, params=None) -> Iterator[Event]:
         """Yield the events of `prompts` as they occur, with `index` counting from 0. Other requests
-        keep running. Closing the iterator cancels the unfinished prompts."""
+        keep running; `step` returns their events afterwards. Closing the iterator cancels the
+        unfinished prompts."""
         prompts = list(prompts)
         params = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
         if len(params) != len(prompts):
             raise UserError(f'{len(params)} SamplingParams for {len(prompts)} prompts: '
                             'give one for all, or one for each')
-        first, inbox, left = self._submitted, deque(), len(prompts)
+        first, left = self._submitted, len(prompts)
+        mine = range(first, first + left)
         try:
             for prompt, p in zip(prompts, params):
-                self._inboxes[self.submit(prompt, p)] = inbox
+                self.submit(prompt, p)
             while left:
-                while not inbox:
-                    self.step()
-                event = inbox.popleft()
-                left -= event.completion is not None
-                yield replace(event, index=event.index - first)
+                events = self.step()
+                self._events[:0] = [event for event in events if event.index not in mine]
+                for event in events:
+                    if event.index in mine:
+                        left -= event.completion is not None
+                        yield replace(event, index=event.index - first)
         finally:
-            for index in [index for index, other in self._inboxes.items() if other is inbox]:
+            for index in mine:
                 self.cancel(index)
-                del self._inboxes[index]
-            mine = range(first, first + len(prompts))
             self._events = [event for event in self._events if event.index not in mine]
 
+    @torch.inference_mode()
     def step(self) -> list[Event]:
         """Run one step: prompt chunks, then one token for each decoding request. Returns its
-        events, except those of streams. After an exception (Ctrl-C, out of memory) no request or
-        sampled token is lost: the next step recomputes the cache and returns the pending events."""
-        events = []
-        for event in self._step():
-            self._inboxes.get(event.index, events).append(event)
-        return events
-
-    @torch.inference_mode()
-    def _step(self) -> list[Event]:
+        events. After an exception (Ctrl-C, out of memory) no request or sampled token is lost: the
+        next step recomputes the cache and returns the pending events."""
         if self._failed:  # the recovery was interrupted
             self._recover()
         before = self._flight

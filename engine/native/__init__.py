@@ -34,7 +34,7 @@ def _checked(found: ctypes.CDLL) -> ctypes.CDLL:
     for k, struct in enumerate((Linear, Slot, Layer, Model, Step, Chunk)):
         if found.nanokv_sizes(ctypes.c_int64(k)) != ctypes.sizeof(struct):
             raise Unavailable(f'{struct.__name__} has a different size in the extension')
-    for name in ('nanokv_decode', 'nanokv_linear', 'nanokv_attend', 'nanokv_gelu'):
+    for name in ('nanokv_decode', 'nanokv_linear', 'nanokv_attend'):
         getattr(found, name).restype = None
     found.tiles = bool(found.nanokv_tiles(1))
     if found.tiles and not _tiles_agree(found):

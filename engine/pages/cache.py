@@ -11,7 +11,6 @@ from collections.abc import Iterable
 import torch
 
 from attention.cached import TILE, cached_attention, kernel_takes
-from config.errors import UserError
 from engine.pages import chunks
 from engine.pages.table import PageTable
 from kv.cache import KVCache, Step, on_device, select_rows, slice_tokens
@@ -98,7 +97,7 @@ class PagedKVCache(KVCache):
         return step
 
     def _make_room(self, step: Step) -> None:
-        self._take_pages(zip(step.rows, step.starts, step.ends))
+        self._take_pages(zip(step.rows, step.ends))
 
     def _append(self, store: KVStore, new):
         step = self._step
@@ -212,16 +211,9 @@ class PagedKVCache(KVCache):
         self._forget([source])
         self._clean(self.table.move(source, target))
 
-    def fork(self, source: int, target: int) -> None:
-        """Copy `source` to `target`, which must be empty. Rings and states are copied; pages are
-        shared, and the last page is copied when either row writes to it."""
-        self._checked('fork', [source, target])
-        self.adopt(target, self.table.rows[source], self._lengths[source])
-        copy_row(self.row_stores, source, target)
-
     def adopt(self, row: int, pages: list[int], length: int) -> None:
-        """Set `row`, which must be empty, to `length` tokens in these pages, which other rows
-        share. The caller fills the rings and states."""
+        """Set `row`, which must be empty, to `length` tokens in these pages; those that other rows
+        share must be full. The caller fills the rings and states."""
         self.table.adopt(row, pages)
         self._lengths[row] = length
 
@@ -242,20 +234,19 @@ class PagedKVCache(KVCache):
     def reserve(self, row: int, length: int) -> None:
         """Take the pages for the first `length` tokens of `row`. Raises OutOfPages, in which case
         nothing changes."""
-        self._take_pages([(row, self._lengths[row], length)])
+        self._take_pages([(row, length)])
 
-    def _take_pages(self, jobs: Iterable[tuple[int, int, int]]) -> None:
-        """Take pages for each (row, start, end), or raise OutOfPages and change nothing."""
+    def _take_pages(self, jobs: Iterable[tuple[int, int]]) -> None:
+        """Take pages for the first `end` positions of each (row, end), or raise OutOfPages and
+        change nothing."""
         if not self.pools:  # no global layers
             return
-        # in most decode steps, no job is left
-        jobs = [(row, start, end) for row, start, end in jobs if start < end
-                and not (end - start == 1 and self.table.ready(row, start))]
-        needed, size = self.table.pages_needed(jobs), self.table.page_size
-        self.table.ensure_free(needed, f'{needed} more pages of {size} positions are needed')
+        jobs = [job for job in jobs if self.table.pages_needed(*job)]  # none in most decode steps
+        needed = sum(self.table.pages_needed(*job) for job in jobs)
+        self.table.ensure_free(needed, f'{needed} more pages of {self.table.page_size} positions '
+                                       'are needed')
         for job in jobs:
-            for source, target in self.table.extend(*job):
-                self.copy_page(source, target)
+            self.table.extend(*job)
 
     def _clean(self, freed: list[int]) -> None:
         """Zero the values of freed pages: the next row reads complete pages, with weight 0 past its

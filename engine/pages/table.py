@@ -3,9 +3,9 @@
     page_size = 4       row 0 has 6 tokens     pages [0, 1]      page  0 1 2 3 4 5
                         row 1 has 5 tokens     pages [2, 4]      refs  1 1 1 0 1 0
 
-One table serves all global slots. Rows with a common prefix share its pages; a shared page is
-copied before a row writes to it (PagedAttention, Kwon et al. 2023). A prefix store may pin pages: a
-pinned page in no row is *evictable*; the store unpins some when too few are free (`reclaim`).
+One table serves all global slots. Rows with a common prefix share its complete pages, which no row
+writes to (PagedAttention, Kwon et al. 2023). A prefix store may pin pages: a pinned page in no row
+is *evictable*; the store unpins some when too few are free (`reclaim`).
 """
 import heapq
 
@@ -50,7 +50,6 @@ class PageTable:
     reclaim: called with the number of evictable pages that it must unpin.
     version: incremented whenever the pages of a row change; versions[r]: its value when row r last
     changed. Anything derived from the table stays valid until then.
-    pin_version: incremented whenever a page is pinned or unpinned.
     """
 
     def __init__(self, n_rows: int, n_pages: int, page_size: int):
@@ -64,7 +63,6 @@ class PageTable:
         self._free = list(range(n_pages))
         self.pinned, self.n_evictable, self.reclaim = set(), 0, None
         self.version, self.versions = 0, [0] * n_rows
-        self.pin_version = 0
 
     @property
     def n_free(self) -> int:
@@ -79,41 +77,19 @@ class PageTable:
         """Number of pages that `n_tokens` tokens need."""
         return -(-n_tokens // self.page_size)
 
-    def ready(self, row: int, position: int) -> bool:
-        """Whether `row` has a page for this position that no other row shares."""
-        pages, i = self.rows[row], position // self.page_size
-        return i < len(pages) and self.refs[pages[i]] == 1
+    def pages_needed(self, row: int, end: int) -> int:
+        """Number of pages that `extend` takes."""
+        return max(0, self.pages_for(end) - len(self.rows[row]))
 
-    def pages_needed(self, jobs: list[tuple[int, int, int]]) -> int:
-        """Number of pages that calling `extend(*job)` takes for all of `jobs`, (row, start, end),
-        each with a different row."""
-        new, writers = 0, {}
-        for row, start, end in jobs:
-            new += max(0, self.pages_for(end) - len(self.rows[row]))
-            for i in self._shared(row, start, end):
-                page = self.rows[row][i]
-                writers[page] = writers.get(page, 0) + 1
-        # if all rows that share a page write to it, the last one does not need to copy it
-        return new + sum(min(n, self.refs[page] - 1) for page, n in writers.items())
-
-    def extend(self, row: int, start: int, end: int) -> list[tuple[int, int]]:
-        """Give `row` unshared pages for positions start .. end - 1; it has `start` tokens.
-        Returns (source, target) of each shared page whose contents must be copied. Raises
-        OutOfPages, in which case nothing changes."""
-        needed = self.pages_needed([(row, start, end)])
-        self.ensure_free(needed, f'row {row} needs {needed} more pages of {self.page_size} '
-                                 f'positions to hold {end} tokens')
-        if not needed:
-            return []
-        self._mark_changed(row)
-        pages, copies = self.rows[row], []
-        for i in self._shared(row, start, end):
-            new = self._take()
-            copies.append((pages[i], new))
-            self._unref(pages[i])
-            pages[i] = new
-        pages += [self._take() for _ in range(self.pages_for(end) - len(pages))]
-        return copies
+    def extend(self, row: int, end: int) -> None:
+        """Give `row` pages for its first `end` positions. Raises OutOfPages, in which case nothing
+        changes."""
+        needed = self.pages_needed(row, end)
+        if needed:
+            self.ensure_free(needed, f'row {row} needs {needed} more pages of {self.page_size} '
+                                     f'positions to hold {end} tokens')
+            self._mark_changed(row)
+            self.rows[row] += [self._take() for _ in range(needed)]
 
     def ensure_free(self, n: int, why: str) -> None:
         """Reclaim evictable pages until n are free. Raises OutOfPages if there are too few; the
@@ -156,20 +132,17 @@ class PageTable:
         if page not in self.pinned:
             self.pinned.add(page)
             self.refs[page] += 1
-            self.pin_version += 1
 
     def take_pinned(self) -> int:
         """Take a free page and pin it."""
         page = self._take()
         self.pinned.add(page)
         self.n_evictable += 1
-        self.pin_version += 1
         return page
 
     def unpin(self, page: int) -> bool:
         """Unpin a page. Returns whether it is free now."""
         self.pinned.remove(page)
-        self.pin_version += 1
         self.n_evictable -= self.refs[page] == 1
         self._unref(page)
         return not self.refs[page]
@@ -187,14 +160,6 @@ class PageTable:
         """Called before the change, so that an interrupted change counts too."""
         self.version += 1
         self.versions[row] = self.version
-
-    def _shared(self, row, start, end) -> list[int]:
-        """Indices of a row's shared pages that will be written."""
-        if end <= start:
-            return []
-        pages = self.rows[row]
-        written = range(start // self.page_size, min(self.pages_for(end), len(pages)))
-        return [i for i in written if self.refs[pages[i]] > 1]
 
     def _take(self) -> int:
         page = heapq.heappop(self._free)

@@ -12,7 +12,6 @@ class RowView:
     row, length: number of the row and its positions; -1 and 0 after a preemption, until it has a
         row again. cached: prompt tokens found in the prefix cache; -1 = not looked up.
     pages: of the global slots, in order: (page, number of users, whether the prefix cache is one).
-    pages_version: `PageTable.version` and `pin_version` of these.
     nbytes: of the row's rings, states and pages, shared or not. free_pages: held by nobody.
     done: the request ended in this step; its row is about to be freed.
     taken, first_token: `perf_counter` times. first_token: None before the first token.
@@ -21,7 +20,6 @@ class RowView:
     length: int
     cached: int
     pages: tuple[tuple[int, int, bool], ...]
-    pages_version: tuple[int, int]
     nbytes: int
     running: int
     waiting: int
@@ -33,24 +31,19 @@ class RowView:
     first_token: float | None
 
 
-def view_of(job, scheduler, before: RowView | None, done: bool) -> RowView | None:
-    """View the `scheduler.Request` of a job. before: the previous view, whose pages are
-    reused if no page has changed. None: the request has not had a row yet."""
+def view_of(job, scheduler, done: bool) -> RowView | None:
+    """View the `scheduler.Request` of a job. None: the request has not had a row yet."""
     request = job.request
     if request.row < 0 and not request.preempted:
         return None
     cache, row, length, pages = scheduler.cache, request.row, 0, ()
     table, nbytes = cache.table, 0
-    version = table.version, table.pin_version
     if row >= 0:
         length = cache.length(row)
-        if before and before.pages_version == version:
-            pages = before.pages
-        else:
-            pages = tuple((p, table.refs[p], p in table.pinned) for p in table.rows[row])
+        pages = tuple((p, table.refs[p], p in table.pinned) for p in table.rows[row])
         nbytes = (rows_nbytes(cache.plan, 1, cache.max_seq_len, cache.kv_dtype)
                   + len(pages) * page_nbytes(cache.plan, table.page_size, cache.kv_dtype))
     prefix = scheduler.prefix
-    return RowView(row, length, request.num_cached_tokens, pages, version, nbytes,
+    return RowView(row, length, request.num_cached_tokens, pages, nbytes,
                    len(scheduler.running), len(scheduler.waiting), table.n_free, cache.held_nbytes,
                    prefix.nbytes if prefix else 0, done, time.perf_counter(), job.first)

@@ -112,13 +112,10 @@ class Hit:
 @dataclass
 class PrefixStats:
     """Counts since the store was created. looked_up: tokens of requests; found: how many of them
-    were cached; copied_out, copied_in: pages copied to the host and back; evicted: blocks."""
+    were cached."""
     requests: int = 0
     looked_up: int = 0
     found: int = 0
-    copied_out: int = 0
-    copied_in: int = 0
-    evicted: int = 0
 
     @property
     def hit_rate(self) -> float:

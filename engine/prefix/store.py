@@ -123,7 +123,6 @@ class PrefixStore(BlockTree):
         self._protected = set()
         for block in missing:
             self._set_page(block, self._page_from(block))
-            self.stats.copied_in += 1
         pages = [block.page for block in hit.blocks]
         return pages + [self._page_from(hit.part)] if hit.part else pages
 

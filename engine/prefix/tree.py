@@ -1,25 +1,19 @@
 """The blocks of the prefix cache (store.py), and what is dropped under memory pressure.
 
-Four kinds of things go, the least recently used first, but the less a thing is worth, the older it
-counts (SPARE, DENSE, EARLIER): local parts that no anchor needs, which only an edit amid a message
-could use; anchors, of which first those stay whose distances from the newest roughly double, so
-that a text that differs x tokens before the end of a cached one is recomputed from at most about 2x
-before the end, and then only the newest two, where the last request ended and began; and leaves,
-with all before them that nothing can resume after.
+Three kinds of things go, the least recently used first, but the less a thing is worth, the older it
+counts (SPARE, EARLIER): local parts that no anchor needs, which only an edit amid a message could
+use; all anchors of a text but the newest two, where the last request ended and began, and those
+where several requests began; and leaves, with all before them that nothing can resume after.
 """
 import heapq
 import itertools
-import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from engine.prefix.blocks import Block, BlockCopier, PrefixStats, allocated_nbytes
 from engine.pages.cache import PagedKVCache
 
-# Ages are multiplied by this; chosen on the traces of lab/sessions at 1/2 to 1/8 of all bytes. At
-# 12%, `agent` computes 188k tokens; with EARLIER = 0 it is 200k, with DENSE = 0 too 213k, and 271k
-# with 1, 1, 1.
-SPARE, DENSE, EARLIER = 4, 16, 3
+SPARE, EARLIER = 4, 3  # ages are multiplied by this
 
 
 @dataclass
@@ -46,10 +40,8 @@ class BlockTree:
         self._protected = set()     # blocks whose pages `reclaim` must not take
         self._spare: OrderedDict[Block, None] = OrderedDict()  # with a local part, maybe unneeded
         self._ends: OrderedDict[Block, None] = OrderedDict()   # with anchors, maybe unneeded
-        self._thinned: OrderedDict[Block, None] = OrderedDict()  # ends with few anchors left
         self._levels = [(self._spare, SPARE, lambda block: self._drop_local([(block,)])),
-                        (self._ends, DENSE, self._thin),
-                        (self._thinned, EARLIER, lambda block: self._keep(block, math.inf))]
+                        (self._ends, EARLIER, self._thin)]
         self.table.reclaim = self.reclaim
 
     def root(self, salt: bytes) -> Block:
@@ -129,28 +121,13 @@ class BlockTree:
                 self._set_local(block, None, 0)
 
     def _thin(self, end) -> None:
-        self._keep(end, 2.0)
-        self._thinned[end] = None
-
-    def _keep(self, end, factor: float) -> None:
-        """Keep only those anchors before the last one whose distances from it grow by about this
-        factor, and where several requests began."""
-        anchors = [(block.start + offset, block, offset) for block in end.lineage()
+        """Keep the newest two anchors up to `end`, and those where several requests began."""
+        anchors = [(block, offset) for block in end.lineage()
                    for offset in sorted(block.anchors, reverse=True)]
-        kept = 0
-        for (at, block, offset), (farther, *_) in itertools.zip_longest(
-                anchors[1:], anchors[2:], fillvalue=(0,)):
-            if block.anchors[offset] < 2 and kept and anchors[0][0] - farther <= factor * kept:
+        for block, offset in anchors[2:]:
+            if block.anchors[offset] < 2:
                 del block.anchors[offset]
                 self._drop_local(self._window(block, offset))
-            else:
-                kept = anchors[0][0] - at
-
-    def compact(self) -> None:
-        """Drop all that can be dropped before whole leaves."""
-        for queue, _, drop in self._levels:
-            while queue:
-                drop(queue.popitem(last=False)[0])
 
     def _shrink(self) -> None:
         """Get within the budget, as far as possible without evicting blocks in use."""
@@ -181,7 +158,6 @@ class BlockTree:
         while True:
             parent = block.parent
             self._remove(block)
-            self.stats.evicted += 1
             if block.anchors:
                 self._drop_local(self._window(parent, self.size))
             block = parent
@@ -204,7 +180,6 @@ class BlockTree:
             if block.copy is None:
                 block.copy = self.copier.page(block.page)
                 self.nbytes += allocated_nbytes(block.copy)
-                self.stats.copied_out += 1
             self._leave_pool(block)
         self._shrink()
 

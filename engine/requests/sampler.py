@@ -6,7 +6,6 @@ interruption changes what is sampled for a row.
 B rows, V tokens in the vocabulary, R rows in a group, n candidates per row.
 """
 import math
-from array import array
 from typing import NamedTuple
 
 import numpy as np
@@ -78,9 +77,7 @@ class SampleRow:
         self.params, self.n_drawn = params, n_drawn
         self._first, self._numbers = n_drawn, []  # random numbers from the token `_first` on
         self.penalised = params.repetition_penalty != 1.0
-        self._seen = dict.fromkeys(tokens if self.penalised else ())
-        # the same ids as a growing array, so that a step costs O(1) in Python
-        self.seen_ids = array('q', self._seen)
+        self.seen = set(tokens if self.penalised else ())
 
     @property
     def plain(self) -> bool:
@@ -90,9 +87,8 @@ class SampleRow:
 
     def see(self, token: int) -> None:
         """Add a sampled token, which `n_drawn` counts already, to the text."""
-        if self.penalised and token not in self._seen:
-            self._seen[token] = None
-            self.seen_ids.append(token)
+        if self.penalised:
+            self.seen.add(token)
 
     def uniform(self) -> float:
         """The random number of the next token."""
@@ -202,10 +198,10 @@ def uniforms(seed: int, position: int, n: int) -> list[float]:
 
 def _penalised(scores, rows):
     """(B, V) scores after the repetition penalty; `scores` itself if no row has one."""
-    penalised = [b for b, row in enumerate(rows) if row.penalised and row.seen_ids]
+    penalised = [b for b, row in enumerate(rows) if row.penalised and row.seen]
     if not penalised:
         return scores
-    ids = [np.array(rows[b].seen_ids) for b in penalised]
+    ids = [np.fromiter(rows[b].seen, np.int64) for b in penalised]
     counts = [len(seen) for seen in ids]
     at = (on_device(np.repeat(penalised, counts), scores.device),
           on_device(np.concatenate(ids), scores.device))

@@ -123,8 +123,7 @@ class Scheduler:
         table = self.cache.table
         if table.n_available >= len(self.running):
             return False
-        needed = sum(r.decoding and not table.ready(r.row, r.num_computed_tokens)
-                     for r in self.running)
+        needed = sum(table.pages_needed(r.row, r.length) for r in self.running if r.decoding)
         return needed > table.n_available
 
     def finish(self, request: Request, reusable: bool = True) -> None:
@@ -163,9 +162,8 @@ class Scheduler:
         and the latest are preempted when pages run out."""
         table = self.cache.table
         for request in sorted((r for r in self.running if r.decoding), key=lambda r: r.number):
-            while request.row >= 0 and not table.ready(request.row, request.num_computed_tokens):
-                job = request.row, request.num_computed_tokens, request.length
-                if table.pages_needed([job]) <= table.n_available:
+            while request.row >= 0 and (n := table.pages_needed(request.row, request.length)):
+                if n <= table.n_available:
                     self.cache.reserve(request.row, request.length)
                     break
                 self.preempt(max(self.running, key=lambda r: r.number))

@@ -48,8 +48,7 @@ class StaticCache:
             if isinstance(cache, PagedKVCache):
                 width = cache.table.pages_for(cache.max_seq_len)
                 self.block_table = torch.full((n_rows, width), -1, dtype=torch.int32, **like)
-        # pages in `block_table`, and the versions of the cache's page table they came from
-        self._sent, self._versions = [[] for _ in range(n_rows)], [0] * n_rows
+        self._versions = [0] * n_rows  # of the cache's page table, that `block_table` came from
 
     def set(self, lengths: list[int | None]) -> None:
         """Set the lengths of the rows to which the next step appends a token; None = inactive.
@@ -88,24 +87,18 @@ class StaticCache:
             raise UserError(f'lengths={held.tolist()}: reserve pages for the next tokens') from None
 
     def _send_pages(self) -> None:
-        """Update changed entries of `block_table` in place, since a CUDA graph holds its address.
-        Most rows keep their pages or get one more. Entries after the end of a row are -1."""
-        source, entries, sent = self.cache.table, [], {}
-        for row, version in enumerate(source.versions[:self.batch_size]):
-            if version != self._versions[row]:
-                old = self._sent[row]
-                new = sent.setdefault(row, source.rows[row][:self.block_table.size(1)])
-                first = len(old) if new[:len(old)] == old else 0
-                pages = new[first:] + [-1] * (len(old) - len(new))
-                entries += [(row, first + k, page) for k, page in enumerate(pages)]
-        for row, pages in sent.items():  # if interrupted, the next call sends the entire row
-            self._sent[row] = [None] * max(len(self._sent[row]), len(pages))
-            self._versions[row] = -1
-        if entries:  # indices come from the host: no device synchronization
-            rows, places, pages = on_device(entries, self.block_table.device).T
-            self.block_table.index_put_((rows, places), pages.int())
-        for row, pages in sent.items():
-            self._sent[row], self._versions[row] = pages, source.versions[row]
+        """Update changed rows of `block_table` in place, since a CUDA graph holds its address.
+        Entries after the end of a row are -1."""
+        source, width = self.cache.table, self.block_table.size(1)
+        changed = [row for row, version in enumerate(self._versions)
+                   if version != source.versions[row]]
+        if changed:  # indices come from the host: no device synchronization
+            pages = [source.rows[row][:width] for row in changed]
+            pages = [row + [-1] * (width - len(row)) for row in pages]
+            rows = on_device(changed, self.block_table.device)
+            self.block_table[rows] = on_device(pages, rows.device, torch.int32)
+        for row in changed:
+            self._versions[row] = source.versions[row]
 
     def advance(self, rows: list[int]) -> None:
         """Count the token that the step has written to these rows."""

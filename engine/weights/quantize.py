@@ -3,8 +3,8 @@ import torch
 from torch import nn
 
 from config.errors import UserError
-from engine.weights.int8_rows import CUDA_MULTIPLE
-from engine.weights.quantized import Int4Linear, Int8Linear, QuantizedLinear, quantize
+from engine.weights.quantized import (
+    CUDA_MULTIPLE, Int4Linear, Int8Linear, QuantizedLinear, quantize)
 from model import GPT
 
 INT4_GROUP = 32

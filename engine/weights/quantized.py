@@ -11,12 +11,32 @@ Computed by the extension (`engine.native`) on a CPU, and by torch elsewhere; eq
 """
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from engine import native
-from engine.weights.int8_rows import CUDA_MULTIPLE, int8_matmul, quantize_rows
 from engine.weights.linear import FewRowsLinear, by_extension, describe
 
 BLOCK, COLUMNS = 16, 4  # rows and columns of one load, `int8_tile` in kernels.h
+# `torch._int_mm` on CUDA needs more than 16 rows, and all three sizes to be multiples of 8.
+CUDA_ROWS, CUDA_MULTIPLE = 32, 8
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (m, k) -> int8 values (m, k) and float32 scales (m, 1) with x ~ values * scale; the error
+    is at most scale / 2. A row with NaN or infinity has a non-finite scale."""
+    x = x.float()
+    largest = x.abs().amax(1, keepdim=True)
+    inverse = torch.where(largest > 0, torch.full_like(largest, 127) / largest, 0)
+    return (x * inverse).round().to(torch.int8), largest / 127
+
+
+def int8_matmul(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """x (m, k) float @ (weight (n, k) int8 * scale (n,)).T -> (m, n) float32, in torch."""
+    values, x_scale = quantize_rows(x)
+    m = len(x)
+    if x.is_cuda:
+        values = F.pad(values, (0, 0, 0, max(CUDA_ROWS - m, -m % CUDA_MULTIPLE)))
+    return torch._int_mm(values, weight.t())[:m].float() * (x_scale * scale)
 
 
 def int4_matmul(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -39,7 +59,7 @@ def quantize_groups(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, tor
 
 def blocks(x: torch.Tensor, columns: int) -> torch.Tensor:
     """(n, k) -> (n / 16, k / columns, 16, columns), the extension's layout; n is padded to 16."""
-    rows = nn.functional.pad(x, (0, 0, 0, -len(x) % BLOCK))
+    rows = F.pad(x, (0, 0, 0, -len(x) % BLOCK))
     return rows.view(-1, BLOCK, x.size(1) // columns, columns).transpose(1, 2).contiguous()
 
 
@@ -83,13 +103,13 @@ class Int8Linear(QuantizedLinear):
     def pad(values, scale):
         """n is padded for CUDA's matmul: the output layer has any vocabulary."""
         missing = -len(scale) % CUDA_MULTIPLE
-        return nn.functional.pad(values, (0, 0, 0, missing)), nn.functional.pad(scale, (0, missing))
+        return F.pad(values, (0, 0, 0, missing)), F.pad(scale, (0, missing))
 
     @staticmethod
     def pack(values, scale):
         """uint8 blocks (n / 16, k / 4, 16, 4) of w + 128, and (n,) scales; n is padded to 16."""
         values = (blocks(values, COLUMNS).to(torch.int16) + 128).to(torch.uint8)
-        return values, nn.functional.pad(scale, (0, -len(scale) % BLOCK))
+        return values, F.pad(scale, (0, -len(scale) % BLOCK))
 
     def rows(self, idx: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Rows of the weight as floats: (..., k) for idx (...)."""

@@ -83,25 +83,6 @@ def test_what_was_not_finite_is_forgotten_if_it_is_cancelled(asynchronous):
     assert engine.prefix.match(ids + [1, 2, 3]).length == 0
 
 
-@pytest.mark.parametrize('n', range(4))  # of each offset in a block
-def test_what_was_not_finite_takes_no_more_blocks_of_others_along(n):
-    """The step after it computes one position more. Once the prefix cache then looked for a block
-    with one token too few, found that of another request, and forgot it."""
-    held = []
-    for asynchronous in (False, True):
-        engine, spoil = spoilt(asynchronous)
-        ids = prompt(9)
-        [done] = engine.generate([ids], SamplingParams(3, temperature=0))
-        known = ids + done.tokens + [1]
-        assert engine.prefix.match(known).length == len(known) - 2
-        spoil[:] = [True] + [False] * n
-        [failed] = engine.generate([ids], SamplingParams(12, temperature=0))
-        assert failed.finish_reason == 'error'
-        engine.step()
-        held.append(engine.prefix.match(known).length)
-    assert held[0] == held[1]
-
-
 def test_a_reply_that_a_stop_token_ends_is_found_whole():
     """Its last token was computed, too, which the synchronous engine does not do."""
     model, ids = model_of('full stack'), prompt(9)

@@ -11,7 +11,6 @@ from engine.pages import chunks
 from engine.pages.cache import PagedKVCache
 from engine.requests.params import SamplingParams
 from engine.steps.native import FEW
-from engine.weights.linear import FastGELU, speed_up_on_cpu
 from kv.slots import QUANTIZE
 from tests.engine.test_native import WIDE
 from tests.helpers.models import max_gap, random_model, tokens
@@ -128,19 +127,3 @@ def test_keys_that_are_not_seen_or_score_far_below_weigh_exactly_0(window, score
         v[:, :, :far] = value
         found.append(chunks.attend(q, (k, v), [0], [150], window)[:, :, far + 7:])
     assert torch.equal(*found)
-
-
-@pytest.mark.parametrize('approximate', ['none', 'tanh'])
-@pytest.mark.parametrize('dtype, bound', [(torch.float32, 2e-7), (torch.bfloat16, 2 ** -8)])
-def test_gelu(approximate, dtype, bound):
-    model = torch.nn.Sequential(torch.nn.GELU(approximate))
-    speed_up_on_cpu(model)
-    assert type(model[0]) is FastGELU
-    x = torch.linspace(-12, 12, 5001).to(dtype)
-    expected = torch.nn.functional.gelu(x.double(), approximate=approximate)
-    with torch.no_grad():
-        y = model(x)
-    assert y.dtype == dtype and ((y - expected).abs() <= bound * x.abs().clamp(min=1)).all()
-    assert not torch.equal(y, torch.nn.GELU(approximate)(x))      # so it was not torch's
-    for other in (x.clone().requires_grad_(), x.double()):
-        assert torch.equal(model(other), torch.nn.GELU(approximate)(other))

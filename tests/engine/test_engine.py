@@ -198,7 +198,8 @@ def test_a_request_cancelled_within_its_stream_ends_there():
 
 
 def test_two_streams_and_requests_beside_them_do_not_take_each_others_events():
-    """Each stream used to drop the other's events, and neither ended."""
+    """Each stream used to drop the other's events, and neither ended. The events of a request
+    beside them are those of the next step."""
     model, params = model_of('unshared'), SamplingParams(12, seed=3)
     engine = Engine(model, 3, 40, prefill_chunk=4)
     single = engine.submit(prompt(9, seed=9), params)
@@ -212,7 +213,9 @@ def test_two_streams_and_requests_beside_them_do_not_take_each_others_events():
             tokens[k][event.index].append(event.token)
         for n, length in enumerate((5, 11)):
             assert tokens[k][n] == alone(model, prompt(length, seed=k), params).tokens
-    assert single not in engine.jobs
+    events = engine.step()
+    assert {event.index for event in events} == {single}
+    assert events[-1].completion.tokens == alone(model, prompt(9, seed=9), params).tokens
     assert_idle(engine)
 
 

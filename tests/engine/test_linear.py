@@ -92,10 +92,10 @@ def test_rows_up_to_which_it_is_faster(monkeypatch, most, rows):
 
 @pytest.mark.parametrize('cpu, tiles, suits', [(1.2, False, True), (1.4, False, False),
                                                (1.4, True, True)])
-@pytest.mark.parametrize('waits', ['by_extension', 'by_torch'])
+@pytest.mark.parametrize('waits', ['extension', 'torch'])
 def test_other_programs_do_not_change_what_computes_prompts(monkeypatch, waits, cpu, tiles, suits):
     """Whichever side waits for cores. cpu: the extension's CPU time over torch's."""
-    taken, n_threads = {'by_extension': cpu, 'by_torch': 1}, torch.get_num_threads()
+    taken, n_threads = {'extension': cpu, 'torch': 1}, torch.get_num_threads()
     spent = []
 
     def call(name, *args):
@@ -103,26 +103,9 @@ def test_other_programs_do_not_change_what_computes_prompts(monkeypatch, waits, 
         time.sleep(0.01 if name == waits else 0)
         spent.append(taken[name])
 
-    for name in taken:
-        monkeypatch.setattr(linear, name, partial(call, name))
+    monkeypatch.setattr(linear, 'by_extension', partial(call, 'extension'))
+    monkeypatch.setattr(linear, 'F', SimpleNamespace(linear=partial(call, 'torch')))
     monkeypatch.setattr(time, 'thread_time', lambda: sum(spent))
     monkeypatch.setattr(native.library(), 'tiles', tiles)
     assert linear.suits_prompts.__wrapped__(torch.bfloat16) == suits
     assert torch.get_num_threads() == n_threads
-
-
-@pytest.mark.parametrize('faster', [False, True])
-@pytest.mark.parametrize('bias', [False, True])
-def test_bfloat16_goes_through_float32_where_that_is_faster(monkeypatch, recorded, bias, faster):
-    monkeypatch.setattr(linear, '_measured', lambda dtype: 8)
-    monkeypatch.setattr(linear, 'float32_is_faster', lambda: faster)
-    monkeypatch.setattr(linear, 'CONVERTED', 48 * 7)  # 7 rows of the weight at a time
-    calls = recorded(linear.F, 'linear', lambda x, weight, bias=None: (x.dtype, len(weight)))
-    layer, x = FewRowsLinear(48, 20, bias=bias).bfloat16(), torch.randn(3, 5, 48).bfloat16()
-    with torch.no_grad():
-        y = layer(x)
-    expected = in_float64(layer, x)
-    assert y.dtype == torch.bfloat16
-    assert ((y - expected).abs() < 1e-6 + expected.abs() * 2 ** -8).all()  # the result's rounding
-    in_float32 = [(torch.float32, n) for n in (7, 7, 6)]
-    assert calls[:-1] == (in_float32 if faster else [(torch.bfloat16, 20)])

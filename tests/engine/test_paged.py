@@ -37,16 +37,16 @@ def ample(batch, room, page_size):
     ('', {}, 40), ('int8', dict(kv_dtype='int8'), 12),
     ('', dict(dtype=torch.float32, bound=1e-4), 12)], ids=['float64', 'int8', 'float32'])
 def test_anything_done_to_a_cache_equals_each_row_alone(quantized, kind, n_examples, paged):
-    """Ragged chunks, subsets of rows, resets, moves, forks that both continue, any mechanisms;
-    past two wraps of the window. A masked key has weight 0, and 0 * NaN is NaN: the values of NaN
-    rows must not stay in a reused row or page."""
+    """Ragged chunks, subsets of rows, resets, moves, any mechanisms; past two wraps of the window.
+    A masked key has weight 0, and 0 * NaN is NaN: the values of NaN rows must not stay in a reused
+    row or page."""
     @settings(max_examples=n_examples)
     @given(data=st.data(), batch=st.integers(1, 4), page_size=st.sampled_from(SIZES),
            config=configs(windows=(1, 2, 3, 5, 8), kv_quant_train=quantized))
     def check(data, config, batch, page_size):
         room = past_two_wraps(config)
         pages = ample(batch, room, page_size) if paged else {}
-        Run(config, batch, room, **kind, **pages).anything(data, can_fork=paged)
+        Run(config, batch, room, **kind, **pages).anything(data)
     check()
 
 
@@ -66,23 +66,8 @@ def test_out_of_pages_is_raised_before_anything_is_written():
     run.step([0, 4, 0])
 
 
-def test_a_fork_shares_pages_and_a_reserve_takes_its_copy_now():
-    run = Run(STACK, 2, 40, n_pages=4, page_size=4)
-    empty, page = run.cache.held_nbytes, page_nbytes(run.model.plan, 4, run.cache.kv_dtype)
-    run.step([6, 0])
-    run.fork(0, 1)
-    assert run.cache.held_nbytes == empty + 2 * page
-    run.cache.reserve(1, 7)
-    assert run.cache.held_nbytes == empty + 3 * page
-    assert run.cache.table.n_free == 1 and run.cache.table.rows == [[0, 1], [0, 2]]
-    run.step([1, 1])
-
-
 @pytest.mark.parametrize('call, words', [
-    (lambda cache: cache.fork(0, 1), 'row 1 holds 2 pages'),
-    (lambda cache: cache.fork(0, 0), 'row 0 holds 3'), (lambda cache: cache.fork(0, 4), 'row 4'),
-    (lambda cache: cache.fork(-1, 2), 'row -1'),
-    (lambda cache: cache.fork(0, 3), 'row 3 holds 2 pages'),
+    (lambda cache: cache.adopt(1, [0], 4), 'row 1 holds 2 pages'),
     *((lambda cache, rows=rows: cache.move(*rows), 'move: row .*0 to 3')
       for rows in ((0, 4), (-1, 0), (4, 0), (0, True))),
     (lambda cache: cache.reset([0, 4]), 'row 4'), (lambda cache: cache.fill_(41), '41')])

@@ -5,11 +5,11 @@ import random
 import pytest
 import torch
 
-from config.errors import UserError
 from engine.engine import Engine
 from engine.requests.pace import Pace
 from engine.requests.params import SamplingParams
-from tests.helpers.serving import KINDS, TOKENIZER, alone, assert_same, budget_for, model_of, prompt
+from tests.helpers.serving import (
+    KINDS, TOKENIZER, alone, assert_idle, assert_same, budget_for, model_of, prompt)
 
 SIZE = 4
 
@@ -21,15 +21,6 @@ def engine_of(kind, budget=10 ** 9, n_pages=0, **more):
         kv_budget = budget_for(model, 3, 60, n_pages, SIZE, kv_dtype)
     return Engine(model, 3, 60, page_size=SIZE, prefill_chunk=12, prefix_budget=budget,
                   kv_budget=kv_budget, tokenizer=TOKENIZER, **more)
-
-
-def assert_nothing_leaked(engine):
-    """With no request left, all rows are empty and every page is free or used only by the store."""
-    table, store = engine.cache.table, engine.prefix
-    assert not any(table.rows) and engine.cache.lengths.sum() == 0
-    assert table.n_free + table.n_evictable == table.n_pages
-    assert not any(block.users for block in store.blocks) and store.nbytes <= store.budget
-    assert table.pinned == {block.page for block in store.blocks if block.page >= 0}
 
 
 def conversation(random, said, turn):
@@ -66,10 +57,9 @@ def test_conversations_get_what_they_get_without_it(kind, kv_dtype, budget, n_pa
             assert_same(completion, alone(model_of(kind), ids, p, kv_dtype=kv_dtype,
                                           tokenizer=TOKENIZER))
             said.append(ids + completion.tokens)
-    assert_nothing_leaked(engine)
+    assert_idle(engine)
     stats = engine.prefix.stats
     assert stats.requests == 18 and 0 < stats.found < stats.looked_up < sum(map(len, said[1:]))
-    assert stats.evicted or budget > 20_000
 
 
 @pytest.mark.parametrize('kind', [*KINDS, 'offset keys', 'offset keys, all global', 'together'])
@@ -95,7 +85,7 @@ def test_samples_that_come_together_wait_for_the_first():
     assert [completion.n_cached for completion in done] == [0, 24, 24, 19, 0]
     for completion, ids, p in zip(done, prompts, params):
         assert_same(completion, alone(model_of('full stack'), ids, p, tokenizer=TOKENIZER))
-    assert_nothing_leaked(engine)
+    assert_idle(engine)
 
 
 def test_requests_with_different_salts_share_nothing():
@@ -116,12 +106,7 @@ def test_requests_with_different_salts_share_nothing():
     assert cached_tokens(engine, b'one', b'other') == [0, 0]
     assert cached_tokens(engine, b'one') == [19]
     assert cached_tokens(engine, b'third') == [0]
-    assert_nothing_leaked(engine)
-
-
-def test_a_budget_below_zero_is_refused():
-    with pytest.raises(UserError, match='prefix_budget=-1: must be at least 0 bytes'):
-        engine_of('full stack', budget=-1)
+    assert_idle(engine)
 
 
 def test_buffers_in_more_memory_than_they_need_count_whole(monkeypatch):
@@ -148,44 +133,7 @@ def test_pages_that_only_the_store_has_are_free_for_all():
     while engine.jobs:
         assert not any(job.request.preempted for job in engine.jobs.values())
         engine.step()
-    assert_nothing_leaked(engine)
-
-
-METHODS = {
-    'engine.prefix.store.PrefixStore': ['extend', 'restore', 'end', 'release', '_take_over'],
-    'engine.prefix.tree.BlockTree': ['_evict', '_leave_pool', '_insert', '_drop_local'],
-    'engine.pages.table.PageTable': ['pin', 'unpin', 'adopt', 'take_pinned'],
-    'engine.prefix.blocks.BlockCopier': ['put_page', 'page'],
-}
-BOOKKEEPING = [f'{owner}.{name}' for owner, names in METHODS.items() for name in names]
-
-
-@pytest.mark.parametrize('kind',
-                         [pytest.param(kind, marks=[pytest.mark.slow] * (kind != 'full stack'))
-                          for kind in KINDS])
-@pytest.mark.parametrize('name', BOOKKEEPING)
-def test_ctrl_c_amid_the_bookkeeping(interrupt, name, kind):
-    """The store may lose entries, but never restores anything wrong, and no page is leaked."""
-    model, ids = model_of(kind), [prompt(20), prompt(20) + prompt(11, seed=1),
-                                  prompt(33, seed=2)] * 2
-    params = [SamplingParams(6, seed=seed) for seed in range(6)]
-    expected = [alone(model, *request, tokenizer=TOKENIZER) for request in zip(ids, params)]
-    interrupt(name, {2: 'before', 3: 'after', 5: 'before', 8: 'after'}.get)
-    budget = 12_000 if name.endswith(('._evict', '._drop_local')) else 10 ** 9
-    engine, done, failed = engine_of(kind, budget, 17), {}, 0
-    for request in zip(ids, params):
-        engine.submit(*request)
-    while engine.n_unfinished:
-        try:
-            done |= {event.index: event.completion for event in engine.step() if event.completion}
-        except KeyboardInterrupt:
-            failed += 1
-        assert failed < 5
-    # not every model has pages or windows
-    assert sorted(done) == list(range(6)) and (failed or kind != 'full stack')
-    for index, completion in enumerate(expected):
-        assert_same(done[index], completion)
-    assert_nothing_leaked(engine)
+    assert_idle(engine)
 
 
 @pytest.mark.parametrize('slowdown', [0.0, 2.0])
@@ -217,7 +165,7 @@ def test_cancelled_after_an_interrupted_recovery(monkeypatch):
     assert engine.cancel(index).completion.finish_reason == 'cancelled'
     while engine.n_unfinished:
         engine.step()
-    assert_nothing_leaked(engine)
+    assert_idle(engine)
 
 
 @pytest.mark.gpu
@@ -236,6 +184,5 @@ def test_on_a_gpu(kv_dtype):
         assert [c.tokens for c in plain] == [c.tokens for c in found]
         assert found[0].n_cached == (0 if turn == 0 else len(text) - 3)
         text = text + plain[0].tokens + prompt(2, seed=turn)
-    stats = sides[1].prefix.stats
-    assert stats.copied_out and stats.copied_in
-    assert_nothing_leaked(sides[1])
+    assert any(block.copy is not None for block in sides[1].prefix.blocks)
+    assert_idle(sides[1])

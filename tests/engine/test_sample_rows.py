@@ -144,22 +144,17 @@ def test_uniforms_are_philox_of_seed_and_position():
     assert uniforms(7, 5, 9) == [uniforms(7, n, 1)[0] for n in range(5, 14)]
 
 
-@given(st.integers(0, 200), st.lists(st.integers(1, 3), max_size=100))
-def test_the_number_of_a_token_does_not_depend_on_where_a_row_began(start, asked):
-    row = SampleRow(SamplingParams(seed=3), [1] * start, start)
-    for times in asked:  # also more than once, and not at all
-        drawn = [row.uniform() for _ in range(times - 1)]
-        assert drawn == uniforms(3, row.n_drawn, 1) * (times - 1)
+def test_the_number_of_a_token_does_not_depend_on_where_a_row_began():
+    row = SampleRow(SamplingParams(seed=3), [1] * 70, 70)
+    for times in [1, 2, 0] * 70:  # also more than once, and not at all
+        assert [row.uniform() for _ in range(times)] == uniforms(3, row.n_drawn, 1) * times
         row.n_drawn += 1
 
 
-BAD = [[math.nan, 1.0, 2.0], [3.0, 1.0, math.nan], [math.inf, 1.0, 2.0], [-math.inf] * 3,
-       [math.nan] * 3, [math.inf] * 3]
-
-
-@pytest.mark.parametrize('bad', BAD, ids=str)
-@pytest.mark.parametrize('settings', [dict(temperature=0), dict(top_k=2), dict(top_p=0.5),
-                                      dict(min_p=0.5), dict(repetition_penalty=1.5)], ids=str)
+@pytest.mark.parametrize('bad, settings', [
+    ([math.nan, 1.0, 2.0], dict(temperature=0)), ([3.0, 1.0, math.nan], dict(top_k=2)),
+    ([math.inf, 1.0, 2.0], dict(top_p=0.5)), ([-math.inf] * 3, dict(min_p=0.5)),
+    ([math.nan] * 3, dict(repetition_penalty=1.5)), ([math.inf] * 3, dict(top_k=2))], ids=str)
 def test_a_row_of_bad_logits_is_reported_and_harms_no_other(bad, settings):
     p = SamplingParams(logprobs=1, **settings)
     logits = torch.tensor([[1.0, 2.0, 0.0], bad, [0.0, 1.0, 2.0]])
@@ -185,17 +180,11 @@ def test_log_probabilities_are_of_the_logits_as_the_model_gave_them():
         assert [v for _, v in entry.top] == pytest.approx(values.tolist(), abs=1e-12)
 
 
-@pytest.mark.parametrize('settings', [dict(), dict(top_k=2), dict(top_p=0.5)])
-def test_extreme_logits_and_temperature_do_not_overflow(settings):
-    row = SampleRow(SamplingParams(temperature=1e-4, **settings))
-    drawn = sample_rows(torch.tensor([[3e38, 2.9e38, -3e38]]), [row])
-    assert drawn.tokens.tolist() == [0]
-
-
-@pytest.mark.parametrize('temperatures', [(0, 0, 0), (0.8, 0.8, 0.8), (0, 1.0, 0.5)])
-@pytest.mark.parametrize('restricted', [
-    {}, dict(top_k=4), dict(top_p=0.7), dict(min_p=0.2), dict(top_k=9, top_p=0.7, min_p=0.1)])
-@pytest.mark.parametrize('bad', [False, True])
+@pytest.mark.parametrize('temperatures, restricted, bad', [
+    ((0, 0, 0), {}, True), ((0.8, 0.8, 0.8), {}, False), ((0, 1.0, 0.5), {}, True),
+    ((0, 1.0, 0.5), dict(top_k=4), False), ((0.8, 0.8, 0.8), dict(top_p=0.7), True),
+    ((0, 1.0, 0.5), dict(min_p=0.2), True),
+    ((0, 1.0, 0.5), dict(top_k=9, top_p=0.7, min_p=0.1), False)])
 def test_sampling_does_not_wait_for_a_device(waits, temperatures, restricted, bad):
     """Neither `sample_rows`, nor the operations for plain rows, which can be captured."""
     logits = random_logits(3, 30)

@@ -1,45 +1,17 @@
-"""The scheduler without a model: a cache of rows and pages that only stores numbers, and requests
-that come and go at random."""
+"""The scheduler without a model, and requests that come and go at random."""
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from config.errors import UserError
-from engine.pages.table import PageTable
+from config.gpt_config import GPTConfig
+from engine.pages.cache import PagedKVCache
 from engine.requests.params import SamplingParams
 from engine.requests.scheduler import Request, Scheduler
+from kv.plan import plan_kv
 
-
-class Cache:
-    """The bookkeeping of a paged cache. `texts[row]` are the tokens stored in the row."""
-
-    def __init__(self, batch_size, max_seq_len, n_pages, page_size):
-        self.batch_size, self.max_seq_len = batch_size, max_seq_len
-        self.table = PageTable(batch_size, n_pages, page_size)
-        self.texts = [[] for _ in range(batch_size)]
-
-    def reset(self, rows):
-        for row in rows:
-            self.texts[row] = []
-            self.table.release(row)
-
-    def move(self, source, target):
-        assert source != target and self.texts[target] == [] and self.table.rows[target] == []
-        self.texts[target], self.texts[source] = self.texts[source], []
-        self.table.move(source, target)
-
-    def reserve(self, row, length):
-        assert length <= self.max_seq_len
-        # OutOfPages, if the scheduler had not checked before
-        self.table.extend(row, len(self.texts[row]), length)
-
-    def append(self, row, tokens):
-        """Pages must have been reserved before: a step without pages fails for all its requests.
-        """
-        self.texts[row] += tokens
-        assert len(self.texts[row]) <= min(self.max_seq_len,
-                                           len(self.table.rows[row]) * self.table.page_size)
+PLAN = plan_kv(GPTConfig(n_layer=1, n_head=1, n_embd=2, block_size=32, vocab_size=8))
 
 
 class Simulation:
@@ -47,7 +19,7 @@ class Simulation:
     finish."""
 
     def __init__(self, batch_size=3, max_seq_len=20, n_pages=10, page_size=4, prefill_chunk=8):
-        self.cache = Cache(batch_size, max_seq_len, n_pages, page_size)
+        self.cache = PagedKVCache(PLAN, batch_size, max_seq_len, n_pages, page_size)
         self.scheduler = Scheduler(self.cache, prefill_chunk)
         self.requests, self.ended = [], set()
 
@@ -77,9 +49,11 @@ class Simulation:
 
     def feed(self, parts):
         for request, n in parts:
-            tokens = request.next_tokens(n)
-            assert len(tokens) == n >= 1 and request.row >= 0
-            self.cache.append(request.row, tokens)
+            version = self.cache.table.version
+            assert len(request.next_tokens(n)) == n >= 1 and request.row >= 0
+            self.cache.begin(n, rows=[request.row])
+            self.cache.commit()
+            assert self.cache.table.version == version  # its pages were reserved
             request.num_computed_tokens += n
         for request, _ in parts:
             if request.pending == 0:
@@ -103,9 +77,9 @@ class Simulation:
         assert [r.row for r in scheduler.running] == list(range(len(scheduler.running)))
         assert all(r.row == -1 and r.num_computed_tokens == 0 for r in scheduler.waiting)
         n_running = len(scheduler.running)
-        assert not any(self.cache.texts[n_running:]) and not any(table.rows[n_running:])
+        assert not any(self.cache.lengths[n_running:]) and not any(table.rows[n_running:])
         for r in scheduler.running:
-            assert self.cache.texts[r.row] == (r.prompt + r.tokens)[:r.num_computed_tokens]
+            assert self.cache.length(r.row) == r.num_computed_tokens
             # the latest token is not cached yet; no page is taken long before it is needed
             needed = [table.pages_for(r.length), table.pages_for(r.length - 1)]
             assert len(table.rows[r.row]) in needed
@@ -139,8 +113,7 @@ class Requests(RuleBasedStateMachine):
     def step(self):
         s, before = self.s, {r: len(r.tokens) for r in self.s.scheduler.running}
         decoding = [r for r in before if r.decoding]
-        needed = s.cache.table.pages_needed([(r.row, r.num_computed_tokens, r.length)
-                                             for r in decoding])
+        needed = sum(s.cache.table.pages_needed(r.row, r.length) for r in decoding)
         n_free, preempted_before = s.cache.table.n_free, {r: r.preempted for r in s.requests}
         work = s.step()
         # preemption: only if pages run out, the latest first, and the oldest always continues

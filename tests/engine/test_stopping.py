@@ -79,8 +79,3 @@ def test_another_list_is_refused(value):
     with pytest.raises(UserError) as caught:
         parse_stops(value)
     assert repr(value) in str(caught.value) and "['one', 'two']" in str(caught.value)
-
-
-@given(stops=st.lists(st.text(min_size=1), min_size=1))
-def test_any_list_that_python_prints_is_read_back(stops):
-    assert parse_stops(repr(stops)) == tuple(stops)

@@ -56,18 +56,14 @@ class Run:
         for row in rows:
             self.text[row] = []
 
-    def fork(self, source, target):
-        self.cache.fork(source, target)
-        self.text[target] = list(self.text[source])
-
     def move(self, source, target):
         self.cache.move(source, target)
         if source != target:
             self.text[target], self.text[source] = self.text[source], []
 
-    def anything(self, data, can_fork=False, n_steps=(4, 10)):
-        """Steps of any shape over any rows in any order, some of them NaN, with resets, moves and
-        forks in between."""
+    def anything(self, data, n_steps=(4, 10)):
+        """Steps of any shape over any rows in any order, some of them NaN, with resets and moves in
+        between."""
         numbers = range(len(self.text))
         row = st.sampled_from(numbers)
         for _ in range(data.draw(st.integers(*n_steps))):
@@ -80,15 +76,8 @@ class Run:
                 lens.append(data.draw(st.sampled_from([0, n]) | st.integers(0, n)) if ragged else n)
             bad = [r for r in numbers if data.draw(st.integers(0, 9)) == 0]
             self.step(lens, rows, bad, t)
-            paged = isinstance(self.cache, PagedKVCache)
-            changes = ['none', 'none', 'reset'] + ['move'] * paged + ['fork', 'fork'] * can_fork
-            change = data.draw(st.sampled_from(changes))
+            change = data.draw(st.sampled_from(['none', 'none', 'reset', 'move']))
             if change == 'reset':
                 self.reset(*data.draw(st.lists(row, max_size=3)))
-            elif change == 'move':
+            elif change == 'move' and isinstance(self.cache, PagedKVCache):
                 self.move(data.draw(row), data.draw(row))
-            elif change == 'fork':
-                source, target = data.draw(row), data.draw(row)
-                if source != target:
-                    self.reset(target)
-                    self.fork(source, target)

@@ -111,12 +111,15 @@ def assert_same(a, b):
 
 
 def assert_idle(engine):
-    """Check that nothing runs or waits and no page is in use."""
-    table = engine.cache.table
+    """Check that nothing runs or waits, and no page is in use except by the prefix cache."""
+    table, store = engine.cache.table, engine.prefix
     assert engine.n_unfinished == 0 and engine.step() == [] and not engine.jobs
-    assert not engine._inboxes
     assert not engine.scheduler.running and not engine.scheduler.waiting
-    assert table.n_free == table.n_pages
+    assert not any(table.rows) and table.n_free + table.n_evictable == table.n_pages
+    blocks = store.blocks if store else ()
+    assert table.pinned == {block.page for block in blocks if block.page >= 0}
+    assert not any(block.users for block in blocks)
+    assert not store or store.nbytes <= store.budget
     assert engine.cache.lengths.tolist() == [0] * engine.cache.batch_size
 
 

@@ -177,7 +177,7 @@ def test_many_watched_requests_have_as_many_views_as_eight(monkeypatch):
 
 
 def test_only_the_newest_of_waiting_views_is_sent():
-    views = [RowView(0, n, -1, (), (0, 0), 0, 0, 0, 0, 0, 0, n == 3, 0.0, None) for n in range(4)]
+    views = [RowView(0, n, -1, (), 0, 0, 0, 0, 0, 0, n == 3, 0.0, None) for n in range(4)]
     items = [(0, 'a'), (0, views[1]), (0, 'b'), (0, views[2]), (0, 'c'), (0, views[3])]
     reply = SimpleNamespace(take=lambda choice, event: [event],
                             cache_event=lambda view, received: view)
