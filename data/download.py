@@ -59,6 +59,15 @@ def from_hub(repo: str, name: str) -> Path:
         return Path(hub.hf_hub_download(repo, name))
 
 
+def check_hub(dataset: str) -> None:
+    """Raise the hub's error if it does not answer: package datasets tries for half a minute. An
+    answer that refuses the file is left to `datasets`, which knows more."""
+    import huggingface_hub as hub
+    url = hub.hf_hub_url(dataset, '.gitattributes', repo_type='dataset')
+    with contextlib.suppress(hub.utils.HfHubHTTPError):
+        hub.get_hf_file_metadata(url, timeout=HUB_TIMEOUT)
+
+
 def fetch_sdist(requirement: str, sha256: str, hint: str) -> bytes:
     """Return the source distribution of `requirement` ('name==version'), as `pip_download` does."""
     with tempfile.TemporaryDirectory() as tmp:

@@ -19,7 +19,7 @@ from rich.progress import TimeElapsedColumn
 
 from config.errors import UserError
 from data.bpe import encode_documents
-from data.download import progress_bar
+from data.download import check_hub, progress_bar
 from data.gpt2_bpe import gpt2_encoding, valid_text
 from data.making.script import Arguments, fraction, whole
 from data.making.writer import TokenWriter
@@ -145,6 +145,8 @@ def hub_documents(path: str, **options: Any) -> Iterator[str]:
     datasets.load_dataset. Raises UserError if it is not available."""
     load = load_dataset()
     try:
+        if 'data_files' not in options:
+            check_hub(path)
         for row in load(path, split='train', streaming=True, **options):
             if isinstance(row['text'], str):
                 yield row['text']

@@ -125,13 +125,26 @@ MASK = ['--global_every=4', '--global_last=64']
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('number, flags, n_refused', [(0, ['--head_scale=True'], 4), (1, MASK, 3)])
+@pytest.mark.parametrize('number, flags, n_refused', [(0, ['--head_scale=True'], 5), (1, MASK, 4)])
 def test_the_examples_in_the_docs(changed_copy, number, flags, n_refused):
     """Decode steps and the export refuse both; the count of parameters refuses the first."""
     done = conformed(changed_copy(number), *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(f'({flags[0][2:]})') == n_refused
     assert done.stdout.count('\N{CHECK MARK}') == len(conform.CHECKS) - n_refused
+
+
+@pytest.mark.slow
+def test_a_mask_in_the_full_forward_pass_only_is_found(changed_copy):
+    folder = changed_copy(1)
+    for path in ('kv/cache.py', 'engine/pages/cache.py'):
+        text = (folder / path).read_text(encoding='utf-8')
+        assert 'layer.mask' in text
+        (folder / path).write_text(text.replace('layer.mask', '0'), encoding='utf-8')
+    done = conformed(folder, *MASK)
+    assert done.returncode == 1 and '1 of 1 configs differ' in done.stderr
+    for name in ('cache, float64', 'ragged rows', 'pages', 'engine and prefix cache'):
+        assert f'\N{BALLOT X}  {name}' in done.stdout
 
 
 def test_sequences_are_twice_as_long_as_the_numbers_of_new_fields(monkeypatch):

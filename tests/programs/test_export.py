@@ -15,7 +15,7 @@ from config.errors import UserError
 from config.gpt_config import GPTConfig
 from interop import export, import_hf
 from model import GPT
-from tests.helpers.models import full_logits, random_model
+from tests.helpers.models import full_logits
 from tests.programs.support import (
     ALPHABET, FULL_STACK, ROOT, VANILLA, load, run_sample, run_train)
 from training.checkpoint import config_of
@@ -149,7 +149,6 @@ def test_the_folder_is_sampled_without_its_data_set(made, tmp_path, capsys, monk
     expected = re.search(r"\nab.{12}\n-", text, re.S)
     monkeypatch.setattr('interop.load.DATA_ROOT', tmp_path)
     assert expected[0] in run_sample(capsys, init_from=made(name)[1], **settings)
-
 
 
 def test_refusals_leave_no_folder(made, tmp_path, tmp_path_factory, data_root, monkeypatch):

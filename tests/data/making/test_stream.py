@@ -94,11 +94,15 @@ def test_the_hub_is_streamed(run, monkeypatch, name, path, options, sample):
     (ConnectionError("Couldn't reach\nthe Hub"),
      "x/y.*ConnectionError: Couldn't reach the Hub"),
     (KeyError('text'), "the column 'text' of x/y")])
-def test_hub_that_fails_is_one_line(monkeypatch, error, words):
+@pytest.mark.parametrize('asked', [False, True])
+def test_hub_that_fails_is_one_line(monkeypatch, error, words, asked):
+    """Also if it fails when it is asked whether it is there: `load_dataset` would try for long,
+    unless the answer is an HTTP error such as a missing file (here, LookupError)."""
     def load_dataset(*args, **kwargs):
+        assert not asked or isinstance(error, LookupError)
         raise error
 
-    fake_datasets(monkeypatch, load_dataset)
+    fake_datasets(monkeypatch, load_dataset, error=error if asked else None)
     with pytest.raises(UserError, match=words) as caught:
         list(hub_documents('x/y'))
     assert '\n' not in str(caught.value)
