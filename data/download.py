@@ -3,6 +3,7 @@
 A download is only used if its sha256 is correct. A failed one leaves no files behind.
 """
 
+import contextlib
 import hashlib
 import http.client
 import subprocess
