@@ -12,7 +12,7 @@ import math
 import torch
 
 from training.device import multiplies_bfloat16
-from training.fsdp import is_sharded, like
+from training.fsdp import is_sharded, like, own_nbytes
 
 TOGETHER = 2 ** 21  # numbers in the matrices that Muon orthogonalizes together
 
@@ -167,12 +167,17 @@ def load_optimizer(optimizer, state: dict) -> None:
                 raise ValueError(f'{name} is {tuple(x.shape)}, its parameter {tuple(p.shape)}')
 
 
-def state_nbytes(model, name: str) -> int:
-    """Return the bytes of an optimizer's state on the device after its first step."""
-    for_muon, total = _orthogonalized_ids(model), 0
+def state_bytes(model, name: str) -> tuple[int, int, int]:
+    """Return the bytes that this process has on its device after the first step: of parameters,
+    gradients, and the state of the optimizer of this name."""
+    for_muon = _orthogonalized_ids(model)
+    parameters = sum(map(own_nbytes, model.parameters()))
+    gradients = state = 0
     for p in (p for p in model.parameters() if p.requires_grad):
-        total += p.nbytes if name == 'muon' and id(p) in for_muon else 2 * p.nbytes + 4
-    return total
+        n = own_nbytes(p)
+        gradients += n
+        state += n if name == 'muon' and id(p) in for_muon else 2 * n + 4
+    return parameters, gradients, state
 
 
 def set_learning_rate(optimizer, lr: float) -> None:

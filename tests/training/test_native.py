@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention import causal_attention
@@ -20,7 +19,6 @@ from config.gpt_config import GPTConfig
 from model import GPT
 from tests.helpers.models import FULL_STACK, VOCAB
 from training import loss, native
-from training.memory_use import StorageTracker
 from training.recompute import set_recompute
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason='it needs a C++ compiler')
@@ -354,33 +352,6 @@ def test_every_operator_is_used():
     assert found['nanokv::gelu'] == 3 * n
     assert found['nanokv::cross_entropy'] == 1
     assert not found['aten::embedding_dense_backward']
-
-
-def test_predicted_memory_has_the_sums_of_attention(monkeypatch):
-    """Each thread that shares a K/V head has some of its own."""
-    def peak():
-        tracker = StorageTracker(GPT(GPTConfig(**VANILLA)))
-        with FakeTensorMode():
-            q, k, v, y, dy = torch.empty(5, 1, 1, 512, 16)
-            lse = torch.empty(1, 1, 512)
-            with tracker:
-                torch.ops.nanokv.attention_backward(q, k, v, None, None, y, lse, dy, 0, 0.0)
-        return tracker.peak
-    peaks = []
-    for n in (1, 3):
-        monkeypatch.setattr(torch, 'get_num_threads', lambda: n)
-        peaks.append(peak())
-    assert peaks[1] - peaks[0] == 2 * 2 * (512 + 16) * 16 * 4
-
-
-def test_a_sum_of_two_dtypes_converts_the_narrower_operand_on_a_cpu():
-    for device, scratch in (('cpu', 4000), ('meta', 0)):
-        tracker = StorageTracker(GPT(GPTConfig(**VANILLA)).to(device))
-        wide, narrow = torch.ones(1000, device=device), torch.ones(1000, device=device).bfloat16()
-        for other, expected in ((wide, 4000), (narrow, 4000 + scratch)):
-            with tracker:
-                wide + other
-            assert tracker.peak == expected
 
 
 def test_what_it_does_not_take_is_torchs():

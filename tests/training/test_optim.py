@@ -9,8 +9,8 @@ from model import GPT, GPTConfig
 from tests.helpers.mechanisms import CHANGES, STACK
 from tests.helpers.optim import assert_equal, backward, model_of, settings, step, weights
 from training import optim
-from training.memory_use import state_bytes
-from training.optim import cooldown, learning_rate_at, make_optimizer, set_learning_rate
+from training.optim import (
+    cooldown, learning_rate_at, make_optimizer, set_learning_rate, state_bytes)
 from training.update import GuardedUpdate
 
 
@@ -111,11 +111,13 @@ def test_an_embedding_in_a_block_is_not_orthogonalized():
 def test_the_bytes_of_a_state_are_foretold(name):
     model = with_table(model_of())
     optimizer = make_optimizer(model, settings(optimizer=name), 'cpu')
-    foretold = state_bytes(model, name)
-    step(model, optimizer, 0)
-    assert state_bytes(model, optimizer) == foretold
+    parameters, gradients, state = state_bytes(model, name)
+    backward(model, 0)
+    assert gradients == parameters == sum(p.grad.nbytes for p in model.parameters())
+    optimizer.step()
+    assert state == sum(x.nbytes for each in optimizer.state.values() for x in each.values())
     low, high = {'adamw': (1, 1.01), 'muon': (0.45, 0.6)}[name]
-    assert low <= foretold[2] / state_bytes(model, 'adamw')[2] < high
+    assert low <= state / state_bytes(model, 'adamw')[2] < high
 
 
 @pytest.mark.parametrize('name', ['adamw', 'muon'])
