@@ -25,13 +25,12 @@ from config.errors import UserError
 from config.folder_lock import only_writer
 from data.datasets import DATA_ROOT
 from training.distributed import Ranks, go_on_after_restart
-from training.log import Pace, RunLog
+from training.log import Pace, RunLog, check_packages, open_trackers
 from training.memory import memory_line
 from training.optim import learning_rate_at, set_learning_rate
 from training.run import Run
 from training.settings import check_settings
 from training.signals import StopRequest
-from training.trackers import check_packages, open_trackers
 
 
 def main(argv=None):

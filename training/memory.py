@@ -48,7 +48,7 @@ class Memory:
     activations: kept from the forward pass for the backward pass, without logits and loss.
     loss_peak: the maximum that lm_head and the loss need in addition, until the gradient of
     lm_head's input is known. peak: the overall maximum, with parameters, gradients and optimizer
-    state. offloaded: activations on the host.
+    state.
     """
     parameters: int
     gradients: int
@@ -56,11 +56,10 @@ class Memory:
     activations: int
     loss_peak: int
     peak: int
-    offloaded: int
 
 
 class StorageTracker(TorchDispatchMode):
-    """A context that tracks the storages allocated inside it.
+    """A context that tracks the storages allocated inside it on the model's device.
 
     Enter it before any other dispatch mode, so that it sees the operations that are executed, also
     under FakeTensorMode. Hooks on saved tensors would miss what selective checkpointing keeps. Not
@@ -69,10 +68,9 @@ class StorageTracker(TorchDispatchMode):
     Attributes:
         label: of what is allocated now: ACTIVATIONS, from the output of the last norm on LOSS, from
             that output's gradient on BACKWARD.
-        live: label -> bytes on the model's device now.
+        live: label -> bytes now.
         peak, loss_peak: the maxima so far, of all labels and of LOSS (without the gradient of
             lm_head's weight).
-        offloaded: bytes on other devices now.
     """
 
     def __init__(self, model):
@@ -80,7 +78,7 @@ class StorageTracker(TorchDispatchMode):
         self.device = model.device
         self.final_norm, self.head_shape = model.transformer.ln_f, model.lm_head.weight.shape
         self.label, self.live = ACTIVATIONS, Counter()
-        self.peak = self.loss_peak = self.offloaded = 0
+        self.peak = self.loss_peak = 0
         self._finalizers = {}
 
     def __enter__(self):
@@ -104,7 +102,8 @@ class StorageTracker(TorchDispatchMode):
                   if isinstance(x, torch.Tensor)}
         out = func(*args, **kwargs)
         for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor) and id(x.untyped_storage()) not in inputs:
+            if (isinstance(x, torch.Tensor) and x.device == self.device
+                    and id(x.untyped_storage()) not in inputs):
                 self._allocate(x)
         return out
 
@@ -116,14 +115,10 @@ class StorageTracker(TorchDispatchMode):
         # the chunked loss computes the gradient of lm_head's weight
         is_head_grad = self.label == LOSS and x.shape == self.head_shape
         label = BACKWARD if is_head_grad else self.label
-        on_device = x.device == self.device
-        self._finalizers[key] = weakref.finalize(storage, self._count, -n, label, on_device)
-        self._count(n, label, on_device)
+        self._finalizers[key] = weakref.finalize(storage, self._count, -n, label)
+        self._count(n, label)
 
-    def _count(self, n, label, on_device):
-        if not on_device:
-            self.offloaded += n
-            return
+    def _count(self, n, label):
         self.live[label] += n
         self.peak = max(self.peak, self.live.total())
         self.loss_peak = max(self.loss_peak, self.live[LOSS])
@@ -152,7 +147,7 @@ def measure(model, batch, autocast=None, *, optimizer='adamw', accumulate: bool 
             with flex, StorageTracker(model) as tracker:
                 with autocast or contextlib.nullcontext():
                     loss = model(*batch)[1]
-                activations, on_host = tracker.live[ACTIVATIONS], tracker.offloaded
+                activations = tracker.live[ACTIVATIONS]
                 loss.backward()
         finally:
             model.train(was_training)
@@ -161,7 +156,7 @@ def measure(model, batch, autocast=None, *, optimizer='adamw', accumulate: bool 
     parameters, gradients, state = state_bytes(model, optimizer)
     peak = max(gradients, tracker.peak + gradients * accumulate)
     return Memory(parameters, gradients, state, activations, tracker.loss_peak,
-                  parameters + state + peak, on_host)
+                  parameters + state + peak)
 
 
 def _sdpa(q, k, v, window):

@@ -61,14 +61,6 @@ def plain_log_ticks(axis, low, high, subs=(1, 2, 5)):
     axis.set_minor_locator(ticker.NullLocator())
 
 
-def context_axes(axis, contexts):
-    """Make both axes logarithmic, with x labels at the given context lengths."""
-    axis.set_xscale('log', base=2)
-    axis.set_yscale('log')
-    axis.set_xticks(contexts, [f'{n:,}' for n in contexts])
-    plain_log_ticks(axis.yaxis, *axis.get_ylim())
-
-
 def label_line_ends(axis, gap: float = 0.052, fontsize: float = 8.5):
     """Write each line's label next to its end, at least `gap` of the axis height apart."""
     axis.autoscale_view()

@@ -2,7 +2,6 @@
 plain torch."""
 import copy
 import functools
-import itertools
 from collections import Counter
 from types import SimpleNamespace
 
@@ -45,10 +44,11 @@ def assert_as_close_as_torch(ours, torchs, exact, inputs, margin=2.0, dtype=torc
         assert error <= max(margin * torchs_error, least * right.abs().max())
 
 
-@pytest.mark.parametrize('T, window', [(1, 0), (7, 3), (33, 0), (70, 8), (70, 200), (200, 64)])
-@pytest.mark.parametrize('B, H, n_kv_head, D', [(2, 4, 1, 16), (1, 6, 2, 20), (3, 2, 2, 64)])
-@pytest.mark.parametrize('with_sink, dtype', [
-    (False, torch.float32), (True, torch.float32), (False, torch.bfloat16)])
+@pytest.mark.parametrize('B, H, n_kv_head, D, T, window, with_sink, dtype', [
+    (2, 4, 1, 16, 1, 0, True, torch.float32), (1, 6, 2, 20, 7, 3, False, torch.bfloat16),
+    (3, 2, 2, 64, 33, 0, False, torch.bfloat16), (2, 4, 1, 16, 70, 8, False, torch.bfloat16),
+    (1, 6, 2, 20, 70, 200, True, torch.float32), (3, 2, 2, 64, 200, 64, True, torch.float32),
+    (1, 6, 2, 20, 200, 0, False, torch.float32), (3, 2, 2, 64, 7, 3, False, torch.float32)])
 def test_attention_is_what_float64_gives(B, H, n_kv_head, D, T, window, with_sink, dtype):
     torch.manual_seed(T)
     q, (k, v) = torch.randn(B, H, T, D), torch.randn(2, B, n_kv_head, T, D)
@@ -375,18 +375,19 @@ def test_attention_of_an_unknown_field_is_torchs_and_other_activations_stay(monk
     assert attends == [native.attend, causal_attention]
 
 
-def test_who_uses_it_and_where_auto_is_bfloat16(monkeypatch, capsys):
-    for dtype, device, compiled in itertools.product(('auto', 'bfloat16', 'float32', 'float16'),
-                                                     ('cpu', 'cuda'), (False, True)):
-        s = SimpleNamespace(dtype=dtype, compile=compiled)
-        wanted = dtype in ('auto', 'bfloat16') and device == 'cpu' and not compiled
-        assert native.wanted(s, torch.device(device)) == wanted
-        if device == 'cuda' or dtype == 'float16':
-            continue
+@pytest.mark.parametrize('dtype, device, compiled, wanted', [
+    ('auto', 'cpu', False, True), ('bfloat16', 'cpu', False, True), ('float32', 'cpu', False, False),
+    ('float16', 'cpu', False, False), ('auto', 'cpu', True, False), ('auto', 'cuda', False, False)])
+def test_who_uses_it_and_where_auto_is_bfloat16(monkeypatch, dtype, device, compiled, wanted):
+    s, device = SimpleNamespace(dtype=dtype, compile=compiled), torch.device(device)
+    assert native.wanted(s, device) == wanted
+    if dtype == 'auto' and device.type == 'cpu':
         for multiplied in (False, True):
             monkeypatch.setattr(native, 'multiplies_bfloat16', lambda found=multiplied: found)
-            half = dtype == 'bfloat16' or wanted and multiplied
-            assert native.training_dtype(s, torch.device(device)) == DTYPES[half]
+            assert native.training_dtype(s, device) == DTYPES[wanted and multiplied]
+
+
+def test_without_a_compiler_training_is_torchs_with_one_note(monkeypatch, capsys):
     native.library.cache_clear()
     monkeypatch.setenv('CXX', 'no-such-compiler')
     try:

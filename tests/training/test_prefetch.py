@@ -11,8 +11,7 @@ import torch
 
 from config.errors import UserError
 from data.making.writer import TokenWriter, write_dataset
-from training.batches import TokenBatches
-from training.prefetch import Prefetched
+from training.batches import Prefetched, TokenBatches
 
 CPU = torch.device('cpu')
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,7 +58,7 @@ def test_evaluation_windows_are_always_the_same_and_shared_by_ranks(folder):
     assert all(torch.equal(x, shared[k % 2][k // 2]) for k, x in enumerate(alone))
 
 
-def test_exactly_block_size_tokens_are_too_few_and_one_more_is_enough(tmp_path):
+def test_one_token_more_than_block_size_is_enough(tmp_path):
     write_dataset(tmp_path, {'train': np.arange(9), 'val': np.arange(8)}, None)
     with pytest.raises(UserError, match='val.bin has 8 tokens.*block_size=8'):
         TokenBatches(tmp_path, 8, 4, CPU)
@@ -143,7 +142,7 @@ def test_a_process_that_ends_while_its_thread_is_at_work_ends_well(tmp_path):
     """torch in a separate thread would abort it at interpreter shutdown."""
     program = """if True:
         import torch
-        from training.prefetch import Prefetched
+        from training.batches import Prefetched
         class Endless:
             state, device, evaluation = None, torch.device('cpu'), None
             def next(self):

@@ -8,7 +8,7 @@ import torch._dynamo
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import training.loss
-import training.offload
+import training.recompute
 from config.errors import UserError
 from model import GPT, GPTConfig
 from tests.helpers.mechanisms import CHANGES, STACK
@@ -28,13 +28,13 @@ ALL_SHAPES = SHAPES | {name: STACK | changes for name, changes in CHANGES.items(
 @pytest.fixture(autouse=True)
 def _small_enough_to_chunk_and_to_move(monkeypatch):
     monkeypatch.setattr(training.loss, 'CHUNK_BYTES', {'cpu': 4 * VOCAB * 13})
-    monkeypatch.setattr(training.offload, 'SMALLEST', 0)
+    monkeypatch.setattr(training.recompute, 'SMALLEST', 0)
 
 
 @pytest.fixture
 def moved(recorded):
     """List of what is unpacked: what was copied to host memory is no tensor."""
-    return recorded(training.offload, '_unpack', lambda packed: packed)
+    return recorded(training.recompute, '_unpack', lambda packed: packed)
 
 
 def copied(moved):
@@ -168,7 +168,7 @@ def test_offload_leaves_parameters_and_what_is_small_where_they_are(moved, monke
     assert len(everything) >= 10 * SMALL['n_layer'] and not own & {x.data_ptr() for x in everything}
     moved.clear()
     smallest = 4 * 2 * 40 * 4 * 24  # the hidden layer of an MLP
-    monkeypatch.setattr(training.offload, 'SMALLEST', smallest)
+    monkeypatch.setattr(training.recompute, 'SMALLEST', smallest)
     model(tokens(2, 40), tokens(2, 40))[1].backward()
     assert 0 < len(copied(moved)) < len(everything)
     assert min(x.nbytes for x in copied(moved)) >= smallest
