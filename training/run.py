@@ -218,7 +218,7 @@ class Run:
                                 for x in (self.model, self.optimizer))
             weights[ckpt.HEAD] = weights[ckpt.EMBEDDING]  # one parameter, gathered twice
         else:
-            weights, moments = self.model.state_dict(), optimizer_state(self.optimizer)
+            weights, moments = self.model.state_dict(), self.optimizer.state_dict()
         if self.ranks.main:
             self.manager.save({
                 'model': weights, 'optimizer': moments,

@@ -256,24 +256,21 @@ def test_an_embedding_shares_the_gradient_of_its_own_loss_only():
             idx, targets = torch.randint(9, (2, 3)), torch.randint(9, (6,))
             x = embedding(idx).flatten(0, 1).sin()
             weight = other if use == 'other' else embedding.weight
-            if use == 'forward only':
-                loss_of(x, weight, targets)
-            elif use == 'summed':
-                total += loss_of(x, weight, targets)
-            elif use == 'two losses':
-                total += loss_of(x, weight, targets) + loss_of(2 * x, weight, targets.flip(0))
-            elif use == 'penalty':
-                total += loss_of(x, weight, targets) + weight.square().mean()
-            elif use == 'detached':
-                loss_of(x.detach(), weight, targets).backward()
-            elif use == 'no loss':
-                x.sum().backward()
-            elif use == 'of inputs':
-                torch.autograd.grad(loss_of(x, weight, targets), x, retain_graph=True)
-                x.sum().backward()
-            else:
-                loss_of(x, weight, targets).backward()
-        if uses[-1] in ('summed', 'two losses', 'penalty'):
+            if use == 'detached':
+                x = x.detach()
+            value = x.sum() if use == 'no loss' else loss_of(x, weight, targets)
+            if use == 'two losses':
+                value = value + loss_of(2 * x, weight, targets.flip(0))
+            if use == 'penalty':
+                value = value + weight.square().mean()
+            if use == 'of inputs':
+                torch.autograd.grad(value, x, retain_graph=True)
+                value = x.sum()
+            if use in ('summed', 'two losses', 'penalty'):
+                total = total + value
+            elif use != 'forward only':
+                value.backward()
+        if torch.is_tensor(total):
             total.backward()
         return embedding.weight.grad
     for uses in (['summed'] * 3, ['two losses', 'summed'], ['penalty'], ['penalty', 'summed'],

@@ -14,7 +14,6 @@ from training.optim import (
 from training.update import GuardedUpdate
 
 
-
 def guarded(optimizer, grad_clip):
     return GuardedUpdate(optimizer, torch.amp.GradScaler('cpu', enabled=False), grad_clip,
                          torch.device('cpu'))
@@ -89,27 +88,9 @@ def test_orthogonalization_is_what_float64_gives_and_in_bfloat16_what_torch_give
     assert found.dtype == torch.float32
 
 
-def with_table(model):
-    """The model with an embedding and a parameter of three dimensions in its first block."""
-    block = model.transformer.h[0]
-    block.table, block.cube = torch.nn.Embedding(80, 64), torch.nn.Parameter(torch.ones(2, 3, 4))
-    block.register_forward_pre_hook(lambda block, args: (
-        args[0] + block.table.weight.mean() + block.cube.mean(), *args[1:]))
-    return model
-
-
-def test_an_embedding_in_a_block_is_not_orthogonalized():
-    model = with_table(model_of())
-    optimizer = make_optimizer(model, settings(), 'cpu')
-    block, (muon, decayed, _) = model.transformer.h[0], optimizer.param_groups
-    for p in (block.table.weight, block.cube):
-        assert any(p is q for q in decayed['params'])
-        assert not any(p is q for q in muon['params'])
-
-
 @pytest.mark.parametrize('name', ['adamw', 'muon'])
 def test_the_bytes_of_a_state_are_foretold(name):
-    model = with_table(model_of())
+    model = model_of()
     optimizer = make_optimizer(model, settings(optimizer=name), 'cpu')
     parameters, gradients, state = state_bytes(model, name)
     backward(model, 0)

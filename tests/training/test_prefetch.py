@@ -90,15 +90,11 @@ def test_they_are_those_made_one_by_one_from_any_state_and_shared_by_ranks(folde
 def test_waiting_is_counted_and_no_thread_stays(folder, monkeypatch):
     before, batches, plain = threading.active_count(), batches_of(folder, 2), TokenBatches.next
     assert batches.share is None
-    batches.next()
-    assert threading.active_count() == before + 1
-    time.sleep(0.05)
-    batches.next()
-    ready = batches.waited
-    assert 0 <= batches.share < 1
     monkeypatch.setattr(TokenBatches, 'next', lambda self: time.sleep(0.03) or plain(self))
+    batches.next()
+    assert threading.active_count() == before + 1 and batches.waited == 0  # not for the first
     [batches.next() for _ in range(8)]
-    assert batches.waited > ready + 0.08  # 8 batches of 0.03 s, 2 of them prefetched
+    assert batches.waited > 0.08 and 0 < batches.share <= 1  # 8 of 0.03 s, 2 of them prefetched
     for _ in range(2):
         batches.close()
         assert threading.active_count() == before
