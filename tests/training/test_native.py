@@ -373,8 +373,9 @@ def test_attention_of_an_unknown_field_is_torchs_and_other_activations_stay(monk
 
 
 @pytest.mark.parametrize('dtype, device, compiled, wanted', [
-    ('auto', 'cpu', False, True), ('bfloat16', 'cpu', False, True), ('float32', 'cpu', False, False),
-    ('float16', 'cpu', False, False), ('auto', 'cpu', True, False), ('auto', 'cuda', False, False)])
+    ('auto', 'cpu', False, True), ('bfloat16', 'cpu', False, True),
+    ('float32', 'cpu', False, False), ('float16', 'cpu', False, False),
+    ('auto', 'cpu', True, False), ('auto', 'cuda', False, False)])
 def test_who_uses_it_and_where_auto_is_bfloat16(monkeypatch, dtype, device, compiled, wanted):
     s, device = SimpleNamespace(dtype=dtype, compile=compiled), torch.device(device)
     assert native.wanted(s, device) == wanted
