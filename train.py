@@ -25,13 +25,12 @@ from config.errors import UserError
 from config.folder_lock import only_writer
 from data.datasets import DATA_ROOT
 from training.distributed import Ranks, go_on_after_restart
-from training.log import Pace, RunLog
-from training.memory_use import memory_line
+from training.log import Pace, RunLog, check_packages, open_trackers
+from training.memory import memory_line
 from training.optim import learning_rate_at, set_learning_rate
 from training.run import Run
 from training.settings import check_settings
 from training.signals import StopRequest
-from training.trackers import check_packages, open_trackers
 
 
 def main(argv=None):
@@ -86,7 +85,7 @@ def train(run, log, stop):
         loss = run.step()  # forward, backward, update
         pace.steps += 1
         if run.iter_num == pace.first:
-            log.line(memory_line(run.model, run.optimizer, run.device))
+            log.line(memory_line(run.model, s.optimizer, run.device))
         if run.iter_num % s.log_interval == 0 or losses:
             report(run, log, loss, lr, losses, pace)
         run.iter_num += 1

@@ -117,9 +117,7 @@ TRAIN = RUN + _keys(
     ('compile', True, 'torch.compile the model'),
 )
 
-MEMORY = _keys(
-    ('budget', '', "memory of the device, as '24GB'; '' = what is free now"),
-) + JSON + TRAIN
+MEMORY = JSON + TRAIN
 
 # programs that run a trained model: where it runs, and its shape if there is no checkpoint
 RUNNING = DEVICE + WEIGHTS + _keys(

@@ -2,7 +2,6 @@
 import os
 import re
 from decimal import Decimal
-from pathlib import Path
 
 from config.errors import UserError
 
@@ -28,15 +27,6 @@ def physical_memory() -> int:
         return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
     except (AttributeError, ValueError, OSError):
         return 0
-
-
-def available_memory() -> int:
-    """Return the bytes available without swapping; 0 if unknown."""
-    try:
-        meminfo = Path('/proc/meminfo').read_text()
-        return int(re.search(r'^MemAvailable:\s*(\d+) kB', meminfo, re.M)[1]) * 1024
-    except (OSError, TypeError):  # TypeError: no such line
-        return physical_memory()
 
 
 def nice_bytes(n: float) -> str:

@@ -8,7 +8,6 @@ import re
 
 import torch
 
-from config.errors import UserError
 from kv.counts import total_keys
 
 A100_BF16_FLOPS = 312e12
@@ -23,9 +22,9 @@ def estimate_mfu(model, fwdbwd_per_iter: int, dt: float) -> float:
     return per_token * c.block_size * fwdbwd_per_iter / dt / A100_BF16_FLOPS
 
 
-def flops_per_token(model, T: int = 0) -> tuple[float, float]:
+def flops_per_token(model) -> tuple[float, float]:
     """Return model FLOPs per token of weights and of attention, forward and backward, averaged over
-    the positions of a sequence of T tokens (0 = block_size).
+    the positions of a sequence of block_size tokens.
 
         weights    6 * (elements of all weight matrices)
                      = 6 * (V*C for lm_head, and the sum over layers of
@@ -41,25 +40,19 @@ def flops_per_token(model, T: int = 0) -> tuple[float, float]:
     usual.
 
     These are *model* FLOPs; the hardware does more (full blocks of a mask, recomputation).
-    Source: PaLM (Chowdhery et al. 2022), appendix B, without its "every query sees T keys". Raises
-    UserError (a ValueError) if T is below 1 or exceeds the learned positions.
+    Source: PaLM (Chowdhery et al. 2022), appendix B, without its "every query sees T keys".
     """
-    c, plan = model.config, model.plan
-    T = T or c.block_size
-    if T < 1 or (T > c.block_size and c.pos_embedding == 'learned'):
-        raise UserError(f"T={T}: must be at least 1, and with pos_embedding='learned' at most "
-                        f'block_size={c.block_size}')
+    plan, T = model.plan, model.config.block_size
     matrices = sum(p.numel() for name, p in model.named_parameters()  # lm_head is wte
                    if p.dim() == 2 and name != 'transformer.wpe.weight')
     keys = sum(total_keys(layer, T) for layer in plan.layers) / T
     return 6 * matrices, 12 * plan.n_head * plan.head_dim * keys
 
 
-def achieved(model, sequences: int, dt: float, T: int = 0) -> float:
-    """Return model TFLOP/s, forward and backward, for `sequences` sequences of T tokens (0 =
-    block_size) in `dt` seconds."""
-    T = T or model.config.block_size
-    return sum(flops_per_token(model, T)) * T * sequences / dt / 1e12
+def achieved(model, sequences: int, dt: float) -> float:
+    """Return model TFLOP/s, forward and backward, for `sequences` sequences of block_size tokens in
+    `dt` seconds."""
+    return sum(flops_per_token(model)) * model.config.block_size * sequences / dt / 1e12
 
 
 # Peak dense TFLOP/s with float32 accumulation, from NVIDIA's data sheets and whitepapers (numbers

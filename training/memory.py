@@ -1,205 +1,249 @@
-"""The largest micro-batch of every recomputation policy, predicted without training anything.
+"""The memory of a training step for every recomputation policy, predicted without a step.
 
-    python -m training.memory config/train_gpt2.py --budget=24GB
-    python -m training.memory config/train_gpt2.py --budget=24GB --device=cuda --chunked_loss=False
+    python -m training.memory config/train_gpt2.py --batch_size=8
+    python -m training.memory config/train_gpt2.py --device=cpu --dtype=bfloat16 --compile=False
     python -m training.memory --help
 
-Predictions are for one process and the eager model (compiled models fuse operations and keep less):
-`training.memory_use` measures a step of a model of fake tensors.
+Predictions are for one process and the eager model (compiled models fuse operations and keep less).
+`measure` runs a step and tracks every storage; a prediction is the same with fake tensors.
 """
 from config import startup  # noqa: F401  # isort: skip  (before torch is imported)
-import dataclasses
-import functools
+import contextlib
 import json
 import os
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+import attention.kernels.flex
 import configurator
-from config.errors import UserError, at_least
+from config.errors import at_least
 from config.gpt_config import GPTConfig
 from config.schema import MODEL
-from config.sizes import nice_bytes, parse_bytes
+from config.sizes import nice_bytes
 from data.datasets import DATA_ROOT
 from data.tokenfiles import read_meta
 from kv.console import output, print_table, table_of
 from model import GPT
 from training import native
-from training.device import autocast, pick_device
-from training.loss import linear_cross_entropy, rows_at_a_time
-from training.memory_use import free_memory, measure
+from training.device import autocast, memory_use, pick_device
+from training.loss import linear_cross_entropy
+from training.optim import state_bytes
 from training.recompute import NAMES, policy_of, set_recompute
 
-USABLE = 0.9  # fraction of the free memory; the rest is for workspaces and fragmentation
-LARGEST = 2 ** 20  # sequences
-PARTS = {'parameters': 'parameters', 'gradients': 'gradients', 'optimizer': 'optimizer state',
-         'activations': 'activations', 'loss_peak': 'logits and loss', 'peak': 'peak',
-         'offloaded': 'on the host'}
+ACTIVATIONS, LOSS, BACKWARD = 'activations', 'logits and loss', 'gradients'
 
 
-class Plans:
-    """A fake model that predicts the memory of the steps of a run with settings `s`.
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one training step.
 
-    device: the one that is planned for. Where it is CUDA but there is none, the predictions are for
-    the CPU's kernels, because autograd needs a CUDA device even for fake tensors.
+    activations: kept from the forward pass for the backward pass, without logits and loss.
+    loss_peak: the maximum that lm_head and the loss need in addition, until the gradient of
+    lm_head's input is known. peak: the overall maximum, with parameters, gradients and optimizer
+    state.
+    """
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    loss_peak: int
+    peak: int
 
-    policies: those that can be used, the fastest first. whole: the largest batch size whose logits
-    are not chunked; 0 if none ever are.
+
+class StorageTracker(TorchDispatchMode):
+    """A context that tracks the storages allocated inside it on the model's device.
+
+    Enter it before any other dispatch mode, so that it sees the operations that are executed, also
+    under FakeTensorMode. Hooks on saved tensors would miss what selective checkpointing keeps. Not
+    counted: workspaces of kernels, and the allocator's rounding and fragmentation.
+
+    Attributes:
+        label: of what is allocated now: ACTIVATIONS, from the output of the last norm on LOSS, from
+            that output's gradient on BACKWARD.
+        live: label -> bytes now.
+        peak, loss_peak: the maxima so far, of all labels and of LOSS (without the gradient of
+            lm_head's weight).
     """
 
-    def __init__(self, s, config, device: torch.device, dtype: torch.dtype, n_processes: int = 1,
-                 optimizer=None):
-        self.s, self.dtype, self.distributed = s, dtype, n_processes > 1
-        self.accumulate = s.gradient_accumulation_steps > n_processes
-        self.optimizer = optimizer if optimizer and optimizer.state else s.optimizer
-        can_run = device.type != 'cuda' or torch.cuda.is_available()
-        self.device = device if can_run else torch.device('cpu')
-        self.fake = FakeTensorMode()
-        with self.fake, torch.device(self.device):
-            self.model = GPT(config)
-        self.model.loss_fn = linear_cross_entropy if s.chunked_loss else None
+    def __init__(self, model):
+        super().__init__()
+        self.device = model.device
+        self.final_norm, self.head_shape = model.transformer.ln_f, model.lm_head.weight.shape
+        self.label, self.live = ACTIVATIONS, Counter()
+        self.peak = self.loss_peak = 0
+        self._finalizers = {}
+
+    def __enter__(self):
+        self._hook = self.final_norm.register_forward_hook(self._begin_loss)
+        return super().__enter__()
+
+    def __exit__(self, *exc):
+        self._hook.remove()
+        return super().__exit__(*exc)
+
+    def _begin_loss(self, module, _, output):
+        self.label = LOSS
+        output.register_hook(self._end_loss)
+
+    def _end_loss(self, _):
+        self.label = BACKWARD
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        inputs = {id(x.untyped_storage()) for x in tree_leaves((args, kwargs))
+                  if isinstance(x, torch.Tensor)}
+        out = func(*args, **kwargs)
+        for x in tree_leaves(out):
+            if (isinstance(x, torch.Tensor) and x.device == self.device
+                    and id(x.untyped_storage()) not in inputs):
+                self._allocate(x)
+        return out
+
+    def _allocate(self, x):
+        storage = x.untyped_storage()
+        n, key = storage.nbytes(), id(storage)
+        if key in self._finalizers and self._finalizers[key].alive:
+            return
+        # the chunked loss computes the gradient of lm_head's weight
+        is_head_grad = self.label == LOSS and x.shape == self.head_shape
+        label = BACKWARD if is_head_grad else self.label
+        self._finalizers[key] = weakref.finalize(storage, self._count, -n, label)
+        self._count(n, label)
+
+    def _count(self, n, label):
+        self.live[label] += n
+        self.peak = max(self.peak, self.live.total())
+        self.loss_peak = max(self.loss_peak, self.live[LOSS])
+
+
+def measure(model, batch, autocast=None, *, optimizer='adamw', accumulate: bool = False) -> Memory:
+    """Return the `Memory` of a forward and backward pass, by running it. Random state, gradients
+    and training mode are restored.
+
+    batch: (idx, targets), each (B, T) int64 on the model's device. autocast: a context for the
+    forward pass; None = float32. optimizer: name of one (`training.optim`). accumulate: gradients
+    already exist at the start, as with gradient accumulation.
+    """
+    was_training, old_gradients = model.training, [p.grad for p in model.parameters()]
+    devices = [model.device] if model.device.type == 'cuda' else []
+    for table in filter(None, (model.rotary or {}).values()):  # cached: not activations
+        table(0, batch[0].size(1), model.device, model.lm_head.weight.dtype)
+    # Under a dispatch mode FlexAttention runs uncompiled and would keep all scores. SDPA keeps the
+    # same tensors as compiled FlexAttention: q, k, v, the output and one float32 per query.
+    flex = mock.patch.object(attention.kernels.flex, 'flex_local_attention', _sdpa)
+    with torch.random.fork_rng(devices, device_type='cuda'):
+        try:
+            model.train()
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p) if accumulate else None
+            with flex, StorageTracker(model) as tracker:
+                with autocast or contextlib.nullcontext():
+                    loss = model(*batch)[1]
+                activations = tracker.live[ACTIVATIONS]
+                loss.backward()
+        finally:
+            model.train(was_training)
+            for p, grad in zip(model.parameters(), old_gradients):
+                p.grad = grad
+    parameters, gradients, state = state_bytes(model, optimizer)
+    peak = max(gradients, tracker.peak + gradients * accumulate)
+    return Memory(parameters, gradients, state, activations, tracker.loss_peak,
+                  parameters + state + peak)
+
+
+def _sdpa(q, k, v, window):
+    gqa = q.size(1) != k.size(1)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
+
+
+def predict(s, config: GPTConfig, device: torch.device, dtype: torch.dtype, *,
+            accumulate: bool) -> dict[str, Memory]:
+    """Return the `Memory` of a step with settings `s` for every policy, the fastest first, and for
+    that of the settings. accumulate: as in `measure`."""
+    with FakeTensorMode(), torch.device(device):
+        model = GPT(config)
+        model.loss_fn = linear_cross_entropy if s.chunked_loss else None
         if native.wanted(s, device):
-            native.speed_up(self.model)
+            native.speed_up(model)
         if s.attention_backend in ('math', 'sdpa'):  # the others need as much as 'auto'
-            self.model.attention_backend = s.attention_backend
-        offloads = self.device.type == 'cuda' and not s.compile
-        self.policies = [name for name in NAMES if name != 'offload' or offloads]
-        rows = rows_at_a_time(config.vocab_size, self.device.type)
-        self.whole = rows // s.block_size if s.chunked_loss else 0
-        self._predicted = functools.cache(self._predict)
-
-    def memory(self, policy: str, batch_size: int = 0):
-        """Return the `Memory` of a step; batch_size 0 = the settings'. With several processes the
-        peak includes DDP's buckets, which are as large as the gradients."""
-        return self._predicted(policy, batch_size or self.s.batch_size)
-
-    def _predict(self, policy, batch_size):
-        set_recompute(self.model, policy)
-        with self.fake:
-            x = torch.zeros(batch_size, self.s.block_size, dtype=torch.int64, device=self.device)
-            m = measure(self.model, (x, torch.zeros_like(x)), autocast(self.device, self.dtype),
-                        optimizer=self.optimizer, accumulate=self.accumulate)
-        return dataclasses.replace(m, peak=m.peak + m.gradients * self.distributed)
-
-    def rows(self, budget: int = 0) -> list[dict]:
-        """Return a row per policy; 'recomputed' is the fraction of FLOPs that it adds to a step.
-        With a budget also the largest micro-batch that fits (0 = none)."""
-        rows = []
-        for policy in self.policies:
-            m = self.memory(policy)
-            row = {'policy': policy, 'activations': m.activations, 'offloaded': m.offloaded,
-                   'peak': m.peak, 'recomputed': m.flops / self.memory('none').flops - 1}
-            if budget:
-                row['largest_batch'] = n = largest_batch(
-                    lambda b, policy=policy: self.memory(policy, b).peak, budget,
-                    self.s.batch_size, self.whole)
-                row['largest_peak'] = self.memory(policy, n).peak if n else None
-            rows.append(row)
-        return rows
-
-    def nothing_fits(self, what: str, batch_size: int, budget: int) -> UserError:
-        """Return the error that no policy fits the budget, with the smallest peak."""
-        policy = min(self.policies, key=lambda policy: self.memory(policy, batch_size).peak)
-        peak = self.memory(policy, batch_size).peak
-        return UserError(f'{what}; the least is {nice_bytes(peak)} (recompute={policy!r}, '
-                         f'batch_size={batch_size}), {nice_bytes(peak - budget)} too much: give a '
-                         'smaller batch_size or more memory')
-
-
-def largest_batch(peak, budget: int, start: int = 1, whole: int = 0) -> int:
-    """Return the largest n >= 1 with peak(n) <= budget, 0 if there is none.
-
-    peak: number of sequences -> bytes. It is the maximum of a few increasing linear functions, one
-    per moment of a step, and therefore convex; but just above n = `whole` it may drop, because
-    logits are then chunked. start: the first guess.
-
-    The line through two neighbours is nowhere above a convex peak, so that no n beyond the point
-    where this line reaches the budget fits. The search goes to that point until it stays there.
-    """
-    for low, high in ((whole + 1, LARGEST), (whole, whole), (1, whole - 1)):
-        n = min(max(low, start), high)
-        while n >= max(low, 1):
-            at = peak(n)
-            rise = max(1, peak(n + 1) - at)
-            # at most to 4n, because predicting large batches is slow
-            last, n = n, min(n + (budget - at) // rise, 4 * n, high)
-            if n == last:
-                return n
-    return 0
+            model.attention_backend = s.attention_backend
+        x = torch.zeros(s.batch_size, s.block_size, dtype=torch.int64)
+        policies = dict.fromkeys((*NAMES, 'block' if s.checkpoint_blocks else s.recompute))
+        if device.type != 'cuda' or s.compile:
+            policies.pop('offload')
+        for policy in policies:
+            set_recompute(model, policy)
+            policies[policy] = measure(model, (x, torch.zeros_like(x)), autocast(device, dtype),
+                                       optimizer=s.optimizer, accumulate=accumulate)
+    return policies
 
 
 def print_memory_report(run, dtype: torch.dtype) -> None:
-    """Print, on rank 0, the report of train.py's --memory_report for a `Run` that has its first
-    batch. The run's random state, data and gradients are left unchanged."""
-    s, console = run.s, output()
-    plans = Plans(s, run.model.config, run.device, dtype, run.ranks.world_size, run.optimizer)
-    policy = policy_of(run.model)
-    try:
-        measured = vars(measure(run.model, run.batch, autocast=run.autocast,
-                                optimizer=plans.optimizer, accumulate=plans.accumulate))
-    except torch.OutOfMemoryError:  # the table has '-' there
-        measured = {}
-    predicted = vars(plans.memory(policy))
-    table = table_of(('', 'predicted', 'measured'), (
-        (name, _size(predicted[part]), _size(measured.get(part))) for part, name in PARTS.items()))
-    eager = '; compiled, less' if s.compile else ''
-    title = (f'Memory of a step: {s.batch_size} x {s.block_size:,} tokens, '
-             f'recompute={policy!r}{eager}')
-    print_table(console, table, title)
-    print_table(console, _policy_table(plans.rows(), s.batch_size), '\nevery policy, predicted')
+    """Print the report of train.py's --memory_report for a `Run` that has its first batch. The
+    run's random state, data and gradients are left unchanged."""
+    s, policy = run.s, policy_of(run.model)
+    accumulate = s.gradient_accumulation_steps > run.ranks.world_size
+    predictions = predict(s, run.model.config, run.device, dtype, accumulate=accumulate)
+    print_table(output(), _policy_table(predictions), 'Memory of a step, predicted')
+    measured = vars(measure(run.model, run.batch, run.autocast, optimizer=s.optimizer,
+                            accumulate=accumulate))
+    rows = ((name.replace('_', ' '), nice_bytes(n), nice_bytes(measured[name]))
+            for name, n in vars(predictions[policy]).items())
+    title = f'\n{s.batch_size} x {s.block_size:,} tokens, recompute={policy!r}'
+    print_table(output(), table_of(('', 'predicted', 'measured'), rows), title)
 
 
-def _size(n):
-    return '-' if n is None else nice_bytes(n)
+def _policy_table(predictions):
+    rows = ([policy, *(nice_bytes(n) for n in (m.activations, m.loss_peak, m.peak))]
+            for policy, m in predictions.items())
+    return table_of(('recompute', 'activations', 'logits and loss', 'peak'), rows,
+                    left=('recompute',))
 
 
-def _policy_table(rows, batch_size):
-    header = ['recompute', 'activations', f'peak at {batch_size}', 'FLOPs']
-    lines = [[row['policy'], _size(row['activations']), _size(row['peak']),
-              f"+{row['recomputed']:.1%}"] for row in rows]
-    if 'largest_batch' in rows[0]:
-        header += ['largest', 'its peak']
-        for row, line in zip(rows, lines):
-            line += [f"{row['largest_batch']:,}", _size(row['largest_peak'])]
-    return table_of(header, lines, left=('recompute',))
+def memory_line(model, optimizer: str, device: torch.device) -> str:
+    """Return two lines to print after the first step: bytes that stay, and the peak."""
+    parameters, gradients, state = state_bytes(model, optimizer)
+    text = (f'memory: parameters {nice_bytes(parameters)}, gradients {nice_bytes(gradients)}, '
+            f'optimizer {nice_bytes(state)}')
+    peak = memory_use(device).peak
+    if device.type == 'cuda':
+        rest = max(0, peak - parameters - gradients - state)
+        text += (f',\n        activations and all else {nice_bytes(rest)}, '
+                 f'peak {nice_bytes(peak)}')
+    elif peak is not None:
+        text += f',\n        peak {nice_bytes(peak)} (of the whole process, with Python and torch)'
+    return text
 
 
 def main(argv=None):
     s = configurator.parse('memory', argv, usage=__doc__, echo=False)
     at_least(s, batch_size=1, gradient_accumulation_steps=1)
-    if s.device.startswith('cuda') and not torch.cuda.is_available():
-        device = torch.device('cuda')  # the target, with bfloat16 if dtype is 'auto'
-        dtype = torch.bfloat16 if s.dtype == 'auto' else getattr(torch, s.dtype)
-        if not s.budget:
-            raise UserError('there is no CUDA device here to ask what is free: say what it has, as '
-                            '--budget=8GB')
-    else:
-        device = pick_device(s.device)
-        dtype = native.training_dtype(s, device)
+    device = pick_device(s.device)
+    dtype = native.training_dtype(s, device)
     meta = read_meta(DATA_ROOT / os.path.basename(s.dataset))
     vocab_size = meta['vocab_size'] if meta else 50304  # GPT-2's, if the data set is not prepared
     config = GPTConfig(vocab_size=vocab_size, **{key.name: getattr(s, key.name) for key in MODEL})
-    budget = parse_bytes(s.budget) if s.budget else int(USABLE * free_memory(device))
 
-    plans = Plans(s, config, device, dtype)
-    rows = plans.rows(budget)
-    if not any(row['largest_batch'] for row in rows):
-        raise plans.nothing_fits(f'budget={s.budget!r}: nothing fits', 1, budget)
-    m = plans.memory('none')
-    dtype = str(dtype).removeprefix('torch.')
-    title = f'micro-batches of {s.block_size:,} tokens in {nice_bytes(budget)}'
-    print_table(output(), _policy_table(rows, s.batch_size), title)
+    predictions = predict(s, config, device, dtype,
+                          accumulate=s.gradient_accumulation_steps > 1)
+    m, name = predictions['none'], str(dtype).removeprefix('torch.')
+    title = f'a micro-batch of {s.batch_size} x {s.block_size:,} tokens on {device}, in {name}'
+    print_table(output(), _policy_table(predictions), title)
     print(f'parameters {nice_bytes(m.parameters)}, gradients {nice_bytes(m.gradients)}, '
-          f'optimizer {nice_bytes(m.optimizer)} are in every peak; {dtype} arithmetic')
-    if plans.device.type != device.type:
-        print(f"There is no {device.type} here: these are the tensors of the CPU's kernels, "
-              'without offloading')
+          f'optimizer {nice_bytes(m.optimizer)} are in every peak')
     if s.json:
-        print(json.dumps({
-            'budget': budget, 'device': str(device), 'kernels': str(plans.device),
-            'dtype': dtype, 'block_size': s.block_size, 'policies': rows,
-            'parameters': m.parameters, 'gradients': m.gradients, 'optimizer': m.optimizer}))
+        print(json.dumps({'device': str(device), 'dtype': name, 'batch_size': s.batch_size,
+                          'block_size': s.block_size, 'parameters': m.parameters,
+                          'gradients': m.gradients, 'optimizer': m.optimizer,
+                          'policies': {policy: vars(m) for policy, m in predictions.items()}}))
 
 
 if __name__ == '__main__':

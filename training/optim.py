@@ -1,8 +1,7 @@
 """Optimizers, in nanoGPT's two groups (matrices decay, vectors do not), and the learning rate.
 
     'adamw'  AdamW (Loshchilov & Hutter 2019), fused where torch supports it
-    'muon'   Muon (Jordan et al. 2024) for the matrices of the blocks (not the tables of embeddings
-             there), AdamW for the rest
+    'muon'   Muon (Jordan et al. 2024) for the matrices of the blocks, AdamW for the rest
 
 Muon's steps are scaled to the size of AdamW's (Liu et al. 2025, "Muon is scalable for LLM
 training"), so that both use the same learning rate.
@@ -12,7 +11,7 @@ import math
 import torch
 
 from training.device import multiplies_bfloat16
-from training.fsdp import is_sharded, like
+from training.fsdp import is_sharded, like, own_nbytes
 
 TOGETHER = 2 ** 21  # numbers in the matrices that Muon orthogonalizes together
 
@@ -47,10 +46,8 @@ def make_optimizer(model, s, device_type: str) -> torch.optim.Optimizer:
 
 
 def _orthogonalized_ids(model) -> set[int]:
-    """The ids of the parameters for Muon. The rows of an embedding are vectors of their own."""
-    blocks = model.transformer.h
-    tables = {id(m.weight) for m in blocks.modules() if isinstance(m, torch.nn.Embedding)}
-    return {id(p) for p in blocks.parameters() if p.dim() == 2} - tables
+    """The ids of the parameters for Muon."""
+    return {id(p) for p in model.transformer.h.parameters() if p.dim() == 2}
 
 
 def _groups(model, weight_decay):
@@ -167,12 +164,17 @@ def load_optimizer(optimizer, state: dict) -> None:
                 raise ValueError(f'{name} is {tuple(x.shape)}, its parameter {tuple(p.shape)}')
 
 
-def state_nbytes(model, name: str) -> int:
-    """Return the bytes of an optimizer's state on the device after its first step."""
-    for_muon, total = _orthogonalized_ids(model), 0
+def state_bytes(model, name: str) -> tuple[int, int, int]:
+    """Return the bytes that this process has on its device after the first step: of parameters,
+    gradients, and the state of the optimizer of this name."""
+    for_muon = _orthogonalized_ids(model)
+    parameters = sum(map(own_nbytes, model.parameters()))
+    gradients = state = 0
     for p in (p for p in model.parameters() if p.requires_grad):
-        total += p.nbytes if name == 'muon' and id(p) in for_muon else 2 * p.nbytes + 4
-    return total
+        n = own_nbytes(p)
+        gradients += n
+        state += n if name == 'muon' and id(p) in for_muon else 2 * n + 4
+    return parameters, gradients, state
 
 
 def set_learning_rate(optimizer, lr: float) -> None:

@@ -1,5 +1,5 @@
 """Shared by all plots: matplotlib without a display, one style, readable logarithmic axes, and
-names next to points and the ends of lines."""
+names next to points."""
 import contextlib
 import itertools
 from pathlib import Path
@@ -59,34 +59,6 @@ def plain_log_ticks(axis, low, high, subs=(1, 2, 5)):
     axis.set_major_locator(ticker.MaxNLocator(7) if narrow else ticker.LogLocator(subs=subs))
     axis.set_major_formatter(lambda value, _: f'{value:,.10g}')
     axis.set_minor_locator(ticker.NullLocator())
-
-
-def context_axes(axis, contexts):
-    """Make both axes logarithmic, with x labels at the given context lengths."""
-    axis.set_xscale('log', base=2)
-    axis.set_yscale('log')
-    axis.set_xticks(contexts, [f'{n:,}' for n in contexts])
-    plain_log_ticks(axis.yaxis, *axis.get_ylim())
-
-
-def label_line_ends(axis, gap: float = 0.052, fontsize: float = 8.5):
-    """Write each line's label next to its end, at least `gap` of the axis height apart."""
-    axis.autoscale_view()
-    to_axes = axis.transData + axis.transAxes.inverted()
-    ends = [(line.get_xydata()[-1], line) for line in axis.lines
-            if len(line.get_xydata()) and not line.get_label().startswith('_')]
-    ends.sort(key=lambda end: end[0][1])
-    places = [to_axes.transform(end)[1] for end, _ in ends]
-    for _ in range(200):  # labels that are too close push each other away
-        for k in range(len(places) - 1):
-            lack = gap - (places[k + 1] - places[k])
-            if lack > 1e-4:
-                places[k] -= lack / 2
-                places[k + 1] += lack / 2
-    for place, (end, line) in zip(places, ends):
-        arrow = dict(arrowstyle='-', color=line.get_color(), lw=0.6, shrinkA=1, shrinkB=3)
-        axis.annotate(line.get_label(), end, (1.05, place), textcoords='axes fraction',
-                      fontsize=fontsize, va='center', color=line.get_color(), arrowprops=arrow)
 
 
 def name_points(axis, points):

@@ -18,14 +18,15 @@ from dataclasses import dataclass
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import Parameter
 from torch.utils.checkpoint import (
     CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts)
 
 from config.errors import UserError
 from config.removed import removed
-from training.offload import offloaded
 
 NAMES = ('none', 'selective', 'mlp', 'block', 'sqrt', 'offload')  # the fastest first; and 'every:K'
+SMALLEST = 2 ** 16  # bytes; smaller tensors are not worth a copy to the host
 
 aten = torch.ops.aten
 MATMULS = {aten.mm.default, aten.addmm.default}
@@ -109,3 +110,39 @@ def _select(dropout, context, op, *args, **kwargs):
     if op in MATMULS:  # mm(x, w) or addmm(bias, x, w)
         kept = dropout or args[-2].size(-1) <= args[-1].size(-1)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def offloaded(device: torch.device, streams: bool = True):
+    """Return a context that keeps tensors saved for the backward pass in host memory.
+
+    On CUDA the memory is pinned, and copies to the host run on their own stream, unless streams is
+    False. Parameters and views of them stay on the device. On a CPU tensors are copied as well, for
+    tests.
+    """
+    stream = torch.cuda.Stream(device) if streams and device.type == 'cuda' else None
+
+    def pack(x):
+        if isinstance(x, Parameter):
+            return x
+        if x.device != device or x.nbytes < SMALLEST or isinstance(x._base, Parameter):
+            return x.detach()  # returning x would keep it alive through its own graph
+        copy = torch.empty_like(x, device='cpu', pin_memory=stream is not None)
+        if stream is None:
+            return copy.copy_(x.detach()), x.device, None
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            copy.copy_(x.detach(), non_blocking=True)
+            done = stream.record_event()
+        x.record_stream(stream)  # prevents its reuse before it has been copied
+        return copy, x.device, done
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
+
+
+def _unpack(packed):
+    if torch.is_tensor(packed):
+        return packed
+    copy, device, done = packed
+    if done is not None:
+        torch.cuda.current_stream(device).wait_event(done)
+    return copy.to(device, non_blocking=True)

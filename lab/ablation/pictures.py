@@ -3,7 +3,7 @@ from pathlib import Path
 
 from lab.ablation.stats import enough
 from lab.ablation.tables import models
-from training.plotting import COLOURS, label_line_ends, name_points, plain_log_ticks, save, subplots
+from training.plotting import COLOURS, name_points, plain_log_ticks, save, subplots
 
 # name -> title, in the order of the report
 TITLES = {
@@ -93,7 +93,7 @@ def identifiers(axis, summary, color):
     axis.axhline(0, color=SIDE, linewidth=1, label='_')
     axis.set(xlabel='tokens since the last use (from a power of two to the next; new: none)',
              ylabel=f"nats of an identifier above {summary['baseline']}")
-    label_line_ends(axis)
+    axis.legend()
 
 
 def over_bytes(axis, points, color, x_label: str, y_label: str) -> None:

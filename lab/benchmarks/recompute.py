@@ -11,7 +11,7 @@ import torch
 from lab.benchmarks import clock
 from lab.benchmarks.steps import TrainingSteps, training_models
 from training.loss import linear_cross_entropy
-from training.memory_use import measure as measure_memory
+from training.memory import measure as measure_memory
 from training.recompute import Recompute, set_recompute
 
 WHOLE = 'whole logits'
@@ -49,11 +49,10 @@ def gradients(steps: TrainingSteps, policy: str) -> torch.Tensor:
 
 
 def memory_of(steps: TrainingSteps, policy: str) -> dict:
-    """Bytes, as measured by `training.memory_use`; allocated_peak: a step's peak in bytes
+    """Bytes, as measured by `training.memory`; allocated_peak: a step's peak in bytes
     according to the CUDA allocator, None on other devices."""
     choose(steps, policy)
-    memory = vars(measure_memory(steps.model, steps.batch, autocast=steps.autocast,
-                                 optimizer=steps.optimizer))
+    memory = vars(measure_memory(steps.model, steps.batch, steps.autocast))
     if steps.device.type != 'cuda':
         return memory | {'allocated_peak': None}
     torch.cuda.reset_peak_memory_stats(steps.device)

@@ -56,15 +56,13 @@ def test_checkpoints_of_another_run_are_neither_deleted_nor_replaced(
 
 # -- the best --------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize('links', [True, False], ids=['hard links', 'no hard links'])
-@pytest.mark.parametrize('values, always, iterations, files', [
-    ({0: 8.0, 4: 1.0}, True, [2, 4, 6], {'ckpt.pt': 6, 'ckpt_best.pt': 4}),
-    ({2: 2.0, 6: 1.0}, True, [2, 4, 6], {'ckpt.pt': 6, 'ckpt_best.pt': 6}),
-    ({0: 1.0}, True, [2, 4, 6], {'ckpt.pt': 6}),  # the untrained model was best
-    ({2: 4.0, 4: 3.0, 6: 4.5}, False, [2, 4], {'ckpt.pt': 4})], ids=str)
-def test_the_best_stays_and_is_not_written_again(tmp_path, val_losses, monkeypatch, saved, links,
-                                                 values, always, iterations, files):
+@pytest.mark.parametrize('values, always, links, iterations, files', [
+    ({0: 8.0, 4: 1.0}, True, False, [2, 4, 6], {'ckpt.pt': 6, 'ckpt_best.pt': 4}),
+    ({2: 2.0, 6: 1.0}, True, True, [2, 4, 6], {'ckpt.pt': 6, 'ckpt_best.pt': 6}),
+    ({0: 1.0}, True, False, [2, 4, 6], {'ckpt.pt': 6}),  # the untrained model was best
+    ({2: 4.0, 4: 3.0, 6: 4.5}, False, True, [2, 4], {'ckpt.pt': 4})], ids=str)
+def test_the_best_stays_and_is_not_written_again(tmp_path, val_losses, monkeypatch, saved, values,
+                                                 always, links, iterations, files):
     if not links:
         monkeypatch.setattr(os, 'link', no_links)
     val_losses |= values

@@ -23,34 +23,27 @@ def assert_same_state(a, b):
     assert head.data_ptr() == embedding.data_ptr()  # written once
 
 
-def test_two_processes_have_the_losses_of_one(tmp_path, data_root):
-    run_train(tmp_path / 'one', STACK, **SIX_STEPS)
-    printed = run(data_root, 2, tmp_path / 'two', STACK, **SIX_STEPS, **FSDP)
-    one, two = (metrics(tmp_path / name) for name in ('one', 'two'))
-    assert_same_losses(one, two)
-    assert_same_state(tmp_path / 'one', tmp_path / 'two')
-    norms = [row['grad_norm'] for row in one]
-    assert norms == pytest.approx([row['grad_norm'] for row in two], rel=1e-4)
-    assert printed.count('step 0:') == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('config, more', [
-    (VANILLA, {}), (STACK, dict(chunked_loss=False, grad_clip=0.0)),
-    (STACK, dict(optimizer='muon')), (STACK, dict(dtype='bfloat16')),
-    (FULL_STACK | CHANGES['many'], dict(optimizer='muon')),
-    *((STACK, dict(recompute=policy)) for policy in (
-        'selective', 'mlp', 'block', 'every:3', 'sqrt', 'offload'))], ids=str)
-def test_four_processes_have_the_losses_of_one(tmp_path, data_root, config, more):
+@pytest.mark.parametrize('n, config, more', [
+    (2, STACK, {}),
+    *(pytest.param(4, *row, marks=pytest.mark.slow) for row in (
+        (VANILLA, dict(recompute='selective')),
+        (STACK, dict(chunked_loss=False, grad_clip=0.0, recompute='sqrt')),
+        (STACK, dict(dtype='bfloat16', recompute='mlp')),
+        (FULL_STACK | CHANGES['many'], dict(optimizer='muon', recompute='offload'))))], ids=str)
+def test_several_processes_have_the_losses_of_one(tmp_path, data_root, n, config, more):
     run_train(tmp_path / 'one', config, **SIX_STEPS | more)
-    run(data_root, 4, tmp_path / 'four', config, **SIX_STEPS | FSDP | more)
-    one, four = (metrics(tmp_path / name) for name in ('one', 'four'))
+    printed = run(data_root, n, tmp_path / 'many', config, **SIX_STEPS | FSDP | more)
+    assert printed.count('step 0:') == 1
+    one, many = (metrics(tmp_path / name) for name in ('one', 'many'))
     if more.keys() & {'optimizer', 'dtype'}:
         # these round, so a small difference can grow
         expected = [pytest.approx(row['loss'], abs=1e-3) for row in one]
-        assert [row['loss'] for row in four] == expected and len(one) == 6
-    else:
-        assert_same_losses(one, four)
+        assert [row['loss'] for row in many] == expected and len(one) == 6
+        return
+    assert_same_losses(one, many)
+    assert_same_state(tmp_path / 'one', tmp_path / 'many')
+    norms = [row['grad_norm'] for row in one]
+    assert norms == pytest.approx([row['grad_norm'] for row in many], rel=1e-4)
 
 
 @pytest.mark.slow
@@ -66,8 +59,7 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path, data_root, cou
     assert_same_state(tmp_path / 'whole', parts)
 
 
-@pytest.mark.parametrize('name, value', dict(
-    dtype='float16', memory_report=True).items())
+@pytest.mark.parametrize('name, value', [('dtype', 'float16'), ('memory_report', True)])
 def test_settings_that_exclude_it(tmp_path, name, value):
     with pytest.raises(UserError, match=f"{name}={value!r}.* not go with *parallel='fsdp'"):
         run_train(tmp_path, parallel='fsdp', **{name: value})

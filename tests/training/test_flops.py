@@ -4,7 +4,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from attention.masks import dense_mask
-from config.errors import UserError
 from kv.counts import total_keys
 from kv.plan import Layer
 from model import GPT, GPTConfig
@@ -40,7 +39,7 @@ def test_matrix_products_are_what_torch_counts(settings):
         model(idx, idx)[1].backward()
     counted = counter.get_flop_counts()['Global']
     linear = sum(n for op, n in counted.items() if op in (torch.ops.aten.mm, torch.ops.aten.addmm))
-    assert linear == flops_per_token(model, 8)[0] * idx.numel()
+    assert linear == flops_per_token(model)[0] * idx.numel()
 
 
 def test_rates_of_whole_sequences_nanogpts_and_ours():
@@ -48,15 +47,8 @@ def test_rates_of_whole_sequences_nanogpts_and_ours():
     N = sum(p.numel() for p in model.parameters()) - 8 * 4
     rate = (6 * N + 12 * 2 * 2 * 2 * 8) * 8 * 3 / 0.5
     assert estimate_mfu(model, 3, 0.5) == pytest.approx(rate / 312e12)  # of an A100
-    for T, more in ((8, {}), (5, dict(T=5))):
-        flops = sum(flops_per_token(model, T)) * T * 5
-        assert achieved(model, 5, 0.25, **more) == pytest.approx(flops / 0.25 / 1e12)
-
-
-@pytest.mark.parametrize('T', [-1, 9])
-def test_lengths_that_cannot_be(T):
-    with pytest.raises(UserError, match=f'T={T}.*block_size=8'):
-        flops_per_token(GPT(GPTConfig(**VANILLA)), T)
+    flops = sum(flops_per_token(model)) * 8 * 5
+    assert achieved(model, 5, 0.25) == pytest.approx(flops / 0.25 / 1e12)
 
 
 @pytest.mark.parametrize('name, dtype, tflops', [

@@ -77,15 +77,12 @@ def test_under_autocast_it_is_as_near_to_the_truth_as_the_plain_form(half, n):
     assert all(a <= 1.1 * b + 1e-6 for a, b in zip(mine, theirs)), (mine, theirs)
 
 
-def test_backward_twice_and_second_derivatives_are_refused():
+def test_a_second_backward_is_refused():
     x, weight, targets = problem(7)
     loss = linear_cross_entropy(x, weight, targets)
     loss.backward()
     with pytest.raises(RuntimeError, match='second time'):
         loss.backward()
-    grad, = torch.autograd.grad(linear_cross_entropy(x, weight, targets), x, create_graph=True)
-    with pytest.raises(RuntimeError, match='does not require grad'):
-        grad.sum().backward()
 
 
 def test_extreme_logits_neither_overflow_nor_lose_the_sum():

@@ -2,14 +2,12 @@
 plain torch."""
 import copy
 import functools
-import itertools
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention import causal_attention
@@ -20,7 +18,6 @@ from config.gpt_config import GPTConfig
 from model import GPT
 from tests.helpers.models import FULL_STACK, VOCAB
 from training import loss, native
-from training.memory_use import StorageTracker
 from training.recompute import set_recompute
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason='it needs a C++ compiler')
@@ -47,10 +44,11 @@ def assert_as_close_as_torch(ours, torchs, exact, inputs, margin=2.0, dtype=torc
         assert error <= max(margin * torchs_error, least * right.abs().max())
 
 
-@pytest.mark.parametrize('T, window', [(1, 0), (7, 3), (33, 0), (70, 8), (70, 200), (200, 64)])
-@pytest.mark.parametrize('B, H, n_kv_head, D', [(2, 4, 1, 16), (1, 6, 2, 20), (3, 2, 2, 64)])
-@pytest.mark.parametrize('with_sink, dtype', [
-    (False, torch.float32), (True, torch.float32), (False, torch.bfloat16)])
+@pytest.mark.parametrize('B, H, n_kv_head, D, T, window, with_sink, dtype', [
+    (2, 4, 1, 16, 1, 0, True, torch.float32), (1, 6, 2, 20, 7, 3, False, torch.bfloat16),
+    (3, 2, 2, 64, 33, 0, False, torch.bfloat16), (2, 4, 1, 16, 70, 8, False, torch.bfloat16),
+    (1, 6, 2, 20, 70, 200, True, torch.float32), (3, 2, 2, 64, 200, 64, True, torch.float32),
+    (1, 6, 2, 20, 200, 0, False, torch.float32), (3, 2, 2, 64, 7, 3, False, torch.float32)])
 def test_attention_is_what_float64_gives(B, H, n_kv_head, D, T, window, with_sink, dtype):
     torch.manual_seed(T)
     q, (k, v) = torch.randn(B, H, T, D), torch.randn(2, B, n_kv_head, T, D)
@@ -258,24 +256,21 @@ def test_an_embedding_shares_the_gradient_of_its_own_loss_only():
             idx, targets = torch.randint(9, (2, 3)), torch.randint(9, (6,))
             x = embedding(idx).flatten(0, 1).sin()
             weight = other if use == 'other' else embedding.weight
-            if use == 'forward only':
-                loss_of(x, weight, targets)
-            elif use == 'summed':
-                total += loss_of(x, weight, targets)
-            elif use == 'two losses':
-                total += loss_of(x, weight, targets) + loss_of(2 * x, weight, targets.flip(0))
-            elif use == 'penalty':
-                total += loss_of(x, weight, targets) + weight.square().mean()
-            elif use == 'detached':
-                loss_of(x.detach(), weight, targets).backward()
-            elif use == 'no loss':
-                x.sum().backward()
-            elif use == 'of inputs':
-                torch.autograd.grad(loss_of(x, weight, targets), x, retain_graph=True)
-                x.sum().backward()
-            else:
-                loss_of(x, weight, targets).backward()
-        if uses[-1] in ('summed', 'two losses', 'penalty'):
+            if use == 'detached':
+                x = x.detach()
+            value = x.sum() if use == 'no loss' else loss_of(x, weight, targets)
+            if use == 'two losses':
+                value = value + loss_of(2 * x, weight, targets.flip(0))
+            if use == 'penalty':
+                value = value + weight.square().mean()
+            if use == 'of inputs':
+                torch.autograd.grad(value, x, retain_graph=True)
+                value = x.sum()
+            if use in ('summed', 'two losses', 'penalty'):
+                total = total + value
+            elif use != 'forward only':
+                value.backward()
+        if torch.is_tensor(total):
             total.backward()
         return embedding.weight.grad
     for uses in (['summed'] * 3, ['two losses', 'summed'], ['penalty'], ['penalty', 'summed'],
@@ -356,33 +351,6 @@ def test_every_operator_is_used():
     assert not found['aten::embedding_dense_backward']
 
 
-def test_predicted_memory_has_the_sums_of_attention(monkeypatch):
-    """Each thread that shares a K/V head has some of its own."""
-    def peak():
-        tracker = StorageTracker(GPT(GPTConfig(**VANILLA)))
-        with FakeTensorMode():
-            q, k, v, y, dy = torch.empty(5, 1, 1, 512, 16)
-            lse = torch.empty(1, 1, 512)
-            with tracker:
-                torch.ops.nanokv.attention_backward(q, k, v, None, None, y, lse, dy, 0, 0.0)
-        return tracker.peak
-    peaks = []
-    for n in (1, 3):
-        monkeypatch.setattr(torch, 'get_num_threads', lambda: n)
-        peaks.append(peak())
-    assert peaks[1] - peaks[0] == 2 * 2 * (512 + 16) * 16 * 4
-
-
-def test_a_sum_of_two_dtypes_converts_the_narrower_operand_on_a_cpu():
-    for device, scratch in (('cpu', 4000), ('meta', 0)):
-        tracker = StorageTracker(GPT(GPTConfig(**VANILLA)).to(device))
-        wide, narrow = torch.ones(1000, device=device), torch.ones(1000, device=device).bfloat16()
-        for other, expected in ((wide, 4000), (narrow, 4000 + scratch)):
-            with tracker:
-                wide + other
-            assert tracker.peak == expected
-
-
 def test_what_it_does_not_take_is_torchs():
     model = GPT(GPTConfig(**FULL_STACK)).double()
     plain = losses_and_gradients(model, 32)
@@ -404,18 +372,20 @@ def test_attention_of_an_unknown_field_is_torchs_and_other_activations_stay(monk
     assert attends == [native.attend, causal_attention]
 
 
-def test_who_uses_it_and_where_auto_is_bfloat16(monkeypatch, capsys):
-    for dtype, device, compiled in itertools.product(('auto', 'bfloat16', 'float32', 'float16'),
-                                                     ('cpu', 'cuda'), (False, True)):
-        s = SimpleNamespace(dtype=dtype, compile=compiled)
-        wanted = dtype in ('auto', 'bfloat16') and device == 'cpu' and not compiled
-        assert native.wanted(s, torch.device(device)) == wanted
-        if device == 'cuda' or dtype == 'float16':
-            continue
+@pytest.mark.parametrize('dtype, device, compiled, wanted', [
+    ('auto', 'cpu', False, True), ('bfloat16', 'cpu', False, True),
+    ('float32', 'cpu', False, False), ('float16', 'cpu', False, False),
+    ('auto', 'cpu', True, False), ('auto', 'cuda', False, False)])
+def test_who_uses_it_and_where_auto_is_bfloat16(monkeypatch, dtype, device, compiled, wanted):
+    s, device = SimpleNamespace(dtype=dtype, compile=compiled), torch.device(device)
+    assert native.wanted(s, device) == wanted
+    if dtype == 'auto' and device.type == 'cpu':
         for multiplied in (False, True):
             monkeypatch.setattr(native, 'multiplies_bfloat16', lambda found=multiplied: found)
-            half = dtype == 'bfloat16' or wanted and multiplied
-            assert native.training_dtype(s, torch.device(device)) == DTYPES[half]
+            assert native.training_dtype(s, device) == DTYPES[wanted and multiplied]
+
+
+def test_without_a_compiler_training_is_torchs_with_one_note(monkeypatch, capsys):
     native.library.cache_clear()
     monkeypatch.setenv('CXX', 'no-such-compiler')
     try:

@@ -9,10 +9,9 @@ from model import GPT, GPTConfig
 from tests.helpers.mechanisms import CHANGES, STACK
 from tests.helpers.optim import assert_equal, backward, model_of, settings, step, weights
 from training import optim
-from training.memory_use import state_bytes
-from training.optim import cooldown, learning_rate_at, make_optimizer, set_learning_rate
+from training.optim import (
+    cooldown, learning_rate_at, make_optimizer, set_learning_rate, state_bytes)
 from training.update import GuardedUpdate
-
 
 
 def guarded(optimizer, grad_clip):
@@ -89,33 +88,17 @@ def test_orthogonalization_is_what_float64_gives_and_in_bfloat16_what_torch_give
     assert found.dtype == torch.float32
 
 
-def with_table(model):
-    """The model with an embedding and a parameter of three dimensions in its first block."""
-    block = model.transformer.h[0]
-    block.table, block.cube = torch.nn.Embedding(80, 64), torch.nn.Parameter(torch.ones(2, 3, 4))
-    block.register_forward_pre_hook(lambda block, args: (
-        args[0] + block.table.weight.mean() + block.cube.mean(), *args[1:]))
-    return model
-
-
-def test_an_embedding_in_a_block_is_not_orthogonalized():
-    model = with_table(model_of())
-    optimizer = make_optimizer(model, settings(), 'cpu')
-    block, (muon, decayed, _) = model.transformer.h[0], optimizer.param_groups
-    for p in (block.table.weight, block.cube):
-        assert any(p is q for q in decayed['params'])
-        assert not any(p is q for q in muon['params'])
-
-
 @pytest.mark.parametrize('name', ['adamw', 'muon'])
 def test_the_bytes_of_a_state_are_foretold(name):
-    model = with_table(model_of())
+    model = model_of()
     optimizer = make_optimizer(model, settings(optimizer=name), 'cpu')
-    foretold = state_bytes(model, name)
-    step(model, optimizer, 0)
-    assert state_bytes(model, optimizer) == foretold
+    parameters, gradients, state = state_bytes(model, name)
+    backward(model, 0)
+    assert gradients == parameters == sum(p.grad.nbytes for p in model.parameters())
+    optimizer.step()
+    assert state == sum(x.nbytes for each in optimizer.state.values() for x in each.values())
     low, high = {'adamw': (1, 1.01), 'muon': (0.45, 0.6)}[name]
-    assert low <= foretold[2] / state_bytes(model, 'adamw')[2] < high
+    assert low <= state / state_bytes(model, 'adamw')[2] < high
 
 
 @pytest.mark.parametrize('name', ['adamw', 'muon'])

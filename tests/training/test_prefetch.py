@@ -11,8 +11,7 @@ import torch
 
 from config.errors import UserError
 from data.making.writer import TokenWriter, write_dataset
-from training.batches import TokenBatches
-from training.prefetch import Prefetched
+from training.batches import Prefetched, TokenBatches
 
 CPU = torch.device('cpu')
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,7 +58,7 @@ def test_evaluation_windows_are_always_the_same_and_shared_by_ranks(folder):
     assert all(torch.equal(x, shared[k % 2][k // 2]) for k, x in enumerate(alone))
 
 
-def test_exactly_block_size_tokens_are_too_few_and_one_more_is_enough(tmp_path):
+def test_one_token_more_than_block_size_is_enough(tmp_path):
     write_dataset(tmp_path, {'train': np.arange(9), 'val': np.arange(8)}, None)
     with pytest.raises(UserError, match='val.bin has 8 tokens.*block_size=8'):
         TokenBatches(tmp_path, 8, 4, CPU)
@@ -91,15 +90,11 @@ def test_they_are_those_made_one_by_one_from_any_state_and_shared_by_ranks(folde
 def test_waiting_is_counted_and_no_thread_stays(folder, monkeypatch):
     before, batches, plain = threading.active_count(), batches_of(folder, 2), TokenBatches.next
     assert batches.share is None
-    batches.next()
-    assert threading.active_count() == before + 1
-    time.sleep(0.05)
-    batches.next()
-    ready = batches.waited
-    assert 0 <= batches.share < 1
     monkeypatch.setattr(TokenBatches, 'next', lambda self: time.sleep(0.03) or plain(self))
+    batches.next()
+    assert threading.active_count() == before + 1 and batches.waited == 0  # not for the first
     [batches.next() for _ in range(8)]
-    assert batches.waited > ready + 0.08  # 8 batches of 0.03 s, 2 of them prefetched
+    assert batches.waited > 0.08 and 0 < batches.share <= 1  # 8 of 0.03 s, 2 of them prefetched
     for _ in range(2):
         batches.close()
         assert threading.active_count() == before
@@ -143,7 +138,7 @@ def test_a_process_that_ends_while_its_thread_is_at_work_ends_well(tmp_path):
     """torch in a separate thread would abort it at interpreter shutdown."""
     program = """if True:
         import torch
-        from training.prefetch import Prefetched
+        from training.batches import Prefetched
         class Endless:
             state, device, evaluation = None, torch.device('cpu'), None
             def next(self):

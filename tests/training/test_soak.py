@@ -8,9 +8,8 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
-from itertools import cycle, islice
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -26,8 +25,6 @@ EVERY = 10  # iterations between checkpoints
 SETTINGS = dict(  # a checkpoint of 21 MB, so that writing it takes a while
     TINY, n_layer=4, n_head=4, n_embd=192, batch_size=2, max_iters=20 * KILLS, eval_interval=50,
     lr_decay_iters=20 * KILLS, checkpoint_interval=EVERY, **HARD)
-MOMENTS = 'writing', 'training', 'starting', 'writing', 'training', 'writing'
-STARTING = 4.0  # seconds: the longest time from the start of the process to a kill
 COMPARED = {'iter', 'loss', 'lr', 'grad_norm', 'train_loss', 'val_loss'}  # the rest are timings
 
 
@@ -42,30 +39,28 @@ def start(data: Path, out: Path) -> subprocess.Popen:
 
 def resumes_from(out: Path) -> int:
     found = peek(out / 'ckpt.pt')
-    return found[1] if found else 0
+    return found.iteration if found else 0
 
 
-def kill(data: Path, out: Path, when: str, iterations: int, rng: random.Random) -> bool:
+def half_written(out: Path) -> set[Path]:
+    return set(out.glob('.ckpt.pt.*.tmp'))
+
+
+def kill(data: Path, out: Path, iterations: int, writing: bool) -> bool:
     """Train for so many iterations and then kill: at once, or while the next checkpoint is being
     written. Returns whether it was being written."""
-    stale = set(out.glob('.ckpt.pt.*.tmp'))  # of a process that was killed
-    reached = resumes_from(out)
+    stale, reached = half_written(out), resumes_from(out)
     with start(data, out) as process:
-        if when == 'starting':  # or after its iterations, on a machine where a run starts sooner
-            threading.Timer(rng.uniform(0, STARTING), process.kill).start()
         logged = (line for line in process.stdout if line.startswith('iter '))
         reached += len(list(islice(logged, iterations)))
-        time.sleep(rng.uniform(0, 0.05))
-        while when == 'writing' and process.poll() is None:
-            if set(out.glob('.ckpt.pt.*.tmp')) - stale:
-                break
+        while writing and process.poll() is None and half_written(out) <= stale:
             time.sleep(0.0005)
         process.kill()
         rest = process.stdout.read()
     assert process.returncode == -signal.SIGKILL, rest
     reached += len(re.findall('^iter ', rest, re.M))
     assert reached - resumes_from(out) <= EVERY
-    return not set(out.glob('.ckpt.pt.*.tmp')) <= stale
+    return not half_written(out) <= stale
 
 
 def outcome(out: Path):
@@ -85,11 +80,10 @@ def test_a_run_that_is_killed_ends_as_one_left_alone(tmp_path):
     make_tiny(tmp_path)
     alone, killed, rng = tmp_path / 'alone', tmp_path / 'killed', random.Random(1)
     inside = 0
-    for k, when in enumerate(islice(cycle(MOMENTS), KILLS)):
+    for k in range(KILLS):
         # leave some for later kills
         most = (SETTINGS['max_iters'] - resumes_from(killed)) // (KILLS - k + 1)
-        iterations = rng.randint(min(EVERY + 1, most), most)
-        inside += kill(tmp_path, killed, when, iterations, rng)
+        inside += kill(tmp_path, killed, rng.randint(0, most), writing=k % 2 == 0)
     assert inside and resumes_from(killed)
 
     for out in (alone, killed):

@@ -139,12 +139,6 @@ def operator(schema: str, empty):
     return register
 
 
-def sums_shape(k) -> tuple[int, ...]:
-    """The shape of the sums (float32) that the backward pass of attention holds meanwhile."""
-    rows, width = (-(-n // 16) * 16 for n in k.shape[2:])
-    return k.size(0) * k.size(1) * _parts(k), 2, rows + 16, width
-
-
 def _parts(k) -> int:
     """Units of work for each K/V head, so that all threads have some."""
     B, n_kv_head, T, _ = k.shape
@@ -178,7 +172,8 @@ def attention(result, q, k, v, sink, seed, window, dropout):
 def attention_backward(result, q, k, v, sink, seed, y, lse, dy, window, dropout):
     """The gradients of q, k, v, and of sink (0 without one)."""
     dq, dk, dv, dsink = result
-    sums = k.new_empty(sums_shape(k), dtype=torch.float32)
+    rows, width = (-(-n // 16) * 16 for n in k.shape[2:])
+    sums = k.new_empty(k.size(0) * k.size(1) * _parts(k), 2, rows + 16, width, dtype=torch.float32)
     dsink.zero_()
     call = _attention(q, k, v, sink, seed, window, dropout, lse, y=y, dy=dy, dq=dq, dk=dk, dv=dv)
     call.sums, call.dsink = sums.data_ptr(), None if sink is None else dsink.data_ptr()
