@@ -1,7 +1,8 @@
 """Optimizers, in nanoGPT's two groups (matrices decay, vectors do not), and the learning rate.
 
     'adamw'  AdamW (Loshchilov & Hutter 2019), fused where torch supports it
-    'muon'   Muon (Jordan et al. 2024) for the matrices of the blocks, AdamW for the rest
+    'muon'   Muon (Jordan et al. 2024) for the matrices of the blocks (not the tables of embeddings
+             there), AdamW for the rest
 
 Muon's steps are scaled to the size of AdamW's (Liu et al. 2025, "Muon is scalable for LLM
 training"), so that both use the same learning rate.
@@ -46,8 +47,10 @@ def make_optimizer(model, s, device_type: str) -> torch.optim.Optimizer:
 
 
 def _orthogonalized_ids(model) -> set[int]:
-    """The ids of the parameters for Muon."""
-    return {id(p) for p in model.transformer.h.parameters() if p.dim() == 2}
+    """The ids of the parameters for Muon. The rows of an embedding are vectors of their own."""
+    blocks = model.transformer.h
+    tables = {id(m.weight) for m in blocks.modules() if isinstance(m, torch.nn.Embedding)}
+    return {id(p) for p in blocks.parameters() if p.dim() == 2} - tables
 
 
 def _groups(model, weight_decay):

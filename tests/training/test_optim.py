@@ -88,6 +88,16 @@ def test_orthogonalization_is_what_float64_gives_and_in_bfloat16_what_torch_give
     assert found.dtype == torch.float32
 
 
+def test_an_embedding_in_a_block_is_not_orthogonalized():
+    model = model_of()
+    block = model.transformer.h[0]
+    block.table, block.cube = torch.nn.Embedding(80, 64), torch.nn.Parameter(torch.ones(2, 3, 4))
+    muon, decayed, _ = make_optimizer(model, settings(), 'cpu').param_groups
+    for p in (block.table.weight, block.cube):
+        assert any(p is q for q in decayed['params'])
+        assert not any(p is q for q in muon['params'])
+
+
 @pytest.mark.parametrize('name', ['adamw', 'muon'])
 def test_the_bytes_of_a_state_are_foretold(name):
     model = model_of()
