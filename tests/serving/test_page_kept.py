@@ -1,0 +1,175 @@
+"""The page in a browser: what it keeps of conversations, and what it says of a turn. Needs
+Chromium, as test_page.py."""
+import re
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.serving.browser import answering, drawn, said, send, start, streamed
+from tests.serving.conftest import LONGEST, MODEL
+
+pytestmark = pytest.mark.slow
+RING = min(slot.capacity(LONGEST) for slot in MODEL.plan.slots)
+
+
+def texts(page):
+    return page.locator('.user span, .assistant').all_inner_texts()
+
+
+@pytest.mark.parametrize('fails', [False, True])
+def test_an_edit_loses_neither_later_turns_nor_a_draft(markup_server, visit, fails):
+    page = visit(markup_server())
+    for text in ('ab1', 'in', 'a1'):
+        send(page, text)
+    before = texts(page)
+    page.locator('#text').fill('draft')
+    page.get_by_role('button', name='Edit', exact=True).nth(1).click()
+    expect(page.locator('#text')).to_have_value('in')
+    assert texts(page) == before
+    if fails:
+        page.route('**/chat/completions', answering(dict(status=503, json={})))
+        page.locator('#text').press('Enter')
+        expect(page.locator('#error')).to_have_text('HTTP 503')
+        expect(page.locator('#text')).to_have_value('in')
+        assert '503' in page.wrong.pop() and texts(page) == before
+        page.unroute('**/chat/completions')
+    page.get_by_role('button', name='Cancel edit').click()
+    expect(page.locator('#text')).to_have_value('draft')
+    page.get_by_role('button', name='Edit', exact=True).nth(1).click()
+    page.locator('#text').fill('ie')
+    page.locator('#text').press('Enter')
+    expect(page.locator('#send')).to_be_enabled()
+    expect(page.locator('#text')).to_have_value('draft')
+    assert texts(page)[:3] == [*before[:2], 'ie'] and len(texts(page)) == 4
+
+
+def test_a_draft_survives_a_message_that_fails(markup_server, visit, held):
+    page = visit(markup_server())
+    page.locator('#text').fill('ab1')
+    page.locator('#text').press('Enter')
+    expect(page.locator('#text')).to_have_value('')
+    page.locator('#text').fill('draft')
+    page.locator('#stop').click()
+    expect(page.locator('#text')).to_have_value('ab1\ndraft')
+
+
+def test_a_browser_that_dies_keeps_the_conversation(markup_server, visit, held):
+    """What was sent at once, and of a reply what came a few seconds ago."""
+    page = visit(markup_server())
+    page.evaluate('onpagehide = document.onvisibilitychange = null')
+    page.locator('#text').fill('ab1')
+    page.locator('#text').press('Enter')
+    stored = lambda: page.evaluate('JSON.stringify(Object.values(localStorage))')
+    page.wait_for_function("JSON.stringify(localStorage).includes('ab1')")
+    held.release(5)
+    expect(page.locator('.assistant')).to_have_text(re.compile('..'))
+    reply = page.locator('.assistant').inner_text()
+    page.wait_for_function('reply => Object.values(localStorage).some(text => '
+                           'JSON.parse(text).said?.at(-1).content.startsWith(reply))', arg=reply)
+    after = page.context.new_page()
+    after.goto(page.url)
+    after.locator('#earlier').select_option(label='ab1')
+    assert texts(after) == ['ab1', reply]
+    held.set()
+    expect(page.locator('#send')).to_be_enabled()
+    assert stored().count('ab1') == 1
+
+
+def test_two_tabs_and_new_chats_keep_all(markup_server, visit):
+    page = visit(markup_server())
+    send(page, 'ab1')
+    for text in ('in', 'a1'):
+        page.get_by_role('button', name='New chat').click()
+        send(page, text)
+    other = page.context.new_page()
+    other.goto(page.url)
+    assert texts(other) == []
+    other.locator('#earlier').select_option(label='a1')  # it is open in the first tab, too
+    send(other, 'b')
+    send(page, 'n')
+    both = [texts(page), texts(other)]
+    for tab in (page, other):
+        tab.reload()
+    assert [texts(page), texts(other)] == both
+    assert sorted(page.locator('#earlier option').all_inner_texts()[1:]) == ['a1', 'ab1', 'in']
+    page.locator('#earlier').select_option(label='ab1')
+    assert texts(page)[0] == 'ab1'
+
+
+def test_a_full_storage_drops_the_oldest(markup_server, visit):
+    page = visit(markup_server())
+    page.evaluate("""() => {
+        const old = {mode: 'chat', said: [], leftOut: 0, text: 'x'.repeat(10)}
+        for (let i = 0; i < 40; i++)
+            localStorage.setItem('nanokv-' + i, JSON.stringify({...old, text: 'x' + i, at: i}))
+        localStorage.setItem('other', 'x'.repeat(5_200_000))
+    }""")
+    send(page, 'ab1')
+    names = page.evaluate("Object.keys(localStorage).filter(key => key.startsWith('nanokv-'))")
+    assert len(names) == 30 and 'nanokv-39' in names and 'nanokv-10' not in names
+    page.evaluate("""() => {
+        const room = 5 * 2 ** 20 - JSON.stringify(localStorage).length
+        for (let n = 2 ** 20; n >= 1; n /= 2)
+            try { for (;;) localStorage.other += 'x'.repeat(n) } catch {}
+    }""")
+    send(page, 'in')
+    names = page.evaluate("Object.keys(localStorage).filter(key => key.startsWith('nanokv-'))")
+    assert 1 <= len(names) < 30 and 'nanokv-39' in names
+    expect(page.locator('#error')).to_be_empty()
+    page.reload()
+    assert texts(page)[::2] == ['ab1', 'in']
+
+
+def test_words_that_are_not_yet_written(markup_server, visit):
+    page = visit(markup_server())
+    page.get_by_label('Plain prompt').check()
+    send(page, 'ab1', tokens=RING + 6)
+    page.locator('#slider').fill('2')
+    length = page.evaluate('nanokv.frame().length')
+    page.locator('#lanes canvas').first.focus()
+    page.keyboard.press('ArrowRight')
+    drawn(page)
+    gone = [int(word.get_attribute('data-at')) for word in page.locator('#turns .gone').all()]
+    assert all(position < length for position in gone)
+    page.locator('.assistant').focus()
+    page.keyboard.press('End')
+    expect(page.locator('#note')).to_have_text(re.compile('not yet in the cache$'))
+
+
+def test_words_of_an_earlier_reply_name_no_cells(markup_server, visit):
+    page = visit(markup_server())
+    page.get_by_label('Plain prompt').check()
+    send(page, 'ab1', tokens=12)
+    page.locator('.assistant').focus()
+    page.keyboard.press('ArrowRight')
+    expect(page.locator('#turns .lit')).to_have_count(1)
+    send(page, 'a1', tokens=12)
+    page.locator('.assistant').first.hover(position=dict(x=5, y=5))
+    drawn(page)
+    expect(page.locator('#note')).not_to_contain_text('position')
+    expect(page.locator('#turns .lit')).to_have_count(0)
+
+
+def test_a_reused_prompt_is_not_called_the_visitors_text(markup_server, visit):
+    server = markup_server()
+    for text in ('ab1ab1ab', 'ab1ab1ab1'):  # two visitors
+        page = visit(server, speed='slow')
+        page.get_by_label('Plain prompt').check()
+        send(page, text)
+        page.locator('#speed').select_option('slow')
+        page.locator('#play').click()
+    expect(page.locator('#note')).to_contain_text('from an earlier request')
+    assert 'your text' not in page.locator('main').inner_text()
+
+
+def test_it_says_that_a_request_waits(markup_server, visit, held):
+    page, status = visit(markup_server()), lambda: page.get_by_role('status').first
+    expect(status()).to_be_empty()
+    page.locator('#text').fill('ab1' * 12)
+    page.locator('#text').press('Enter')
+    expect(status()).to_have_text('Sent. The request waits for the server.')
+    held.release(1)
+    expect(status()).to_have_text('The model reads the prompt.')
+    held.set()
+    expect(page.locator('#send')).to_be_enabled()
+    expect(status()).to_be_empty()
