@@ -61,7 +61,7 @@ def test_a_browser_that_dies_keeps_the_conversation(markup_server, visit, held):
     page.locator('#text').press('Enter')
     stored = lambda: page.evaluate('JSON.stringify(Object.values(localStorage))')
     page.wait_for_function("JSON.stringify(localStorage).includes('ab1')")
-    held.release(5)
+    held.release(9)
     expect(page.locator('.assistant')).to_have_text(re.compile('..'))
     reply = page.locator('.assistant').inner_text()
     page.wait_for_function('reply => Object.values(localStorage).some(text => '
@@ -69,7 +69,7 @@ def test_a_browser_that_dies_keeps_the_conversation(markup_server, visit, held):
     after = page.context.new_page()
     after.goto(page.url)
     after.locator('#earlier').select_option(label='ab1')
-    assert texts(after) == ['ab1', reply]
+    assert texts(after)[0] == 'ab1' and texts(after)[1].startswith(reply)
     held.set()
     expect(page.locator('#send')).to_be_enabled()
     assert stored().count('ab1') == 1
@@ -153,7 +153,7 @@ def test_words_of_an_earlier_reply_name_no_cells(markup_server, visit):
 def test_a_reused_prompt_is_not_called_the_visitors_text(markup_server, visit):
     server = markup_server()
     for text in ('ab1ab1ab', 'ab1ab1ab1'):  # two visitors
-        page = visit(server, speed='slow')
+        page = visit(server)
         page.get_by_label('Plain prompt').check()
         send(page, text)
         page.locator('#speed').select_option('slow')
