@@ -181,6 +181,6 @@ def test_without_a_mouse(markup_server, visit):
     expect(page.locator('#text')).to_be_focused()
     page.locator('summary', has_text='What the words mean').focus()
     page.keyboard.press('Enter')
-    for term in page.locator('#cache [title]').all():
-        expect(page.get_by_text(term.get_attribute('title')).first).to_be_visible()
+    for term in page.locator('#cache .term').all():
+        expect(page.get_by_text(term.get_attribute('aria-description')).first).to_be_visible()
     assert float(page.locator('#stop').evaluate('node => getComputedStyle(node).opacity')) < 0.6

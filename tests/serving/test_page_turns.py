@@ -138,7 +138,7 @@ def test_bars_are_the_servers_bytes_at_every_step(markup_server, visit):
         page.locator('#slider').fill(str(i))
         drawn(page)
         frame, shown = page.evaluate('nanokv.frame()'), bars(page)
-        expected = {'This conversation': frame['nbytes'],
+        expected = {'This model': frame['nbytes'],
                     'Gemma-4-shaped': gemma.nbytes(1, frame['length'], 'float64'),
                     'Vanilla GPT-2': MODEL.plan.vanilla().nbytes(1, frame['length'], 'float64')}
         for name, n in expected.items():

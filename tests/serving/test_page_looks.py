@@ -1,0 +1,66 @@
+"""The page in a browser: how it looks, and who can use it. Needs Chromium, as test_page.py."""
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.serving.browser import drawn, send
+from tests.serving.conftest import LONGEST, MODEL
+
+pytestmark = pytest.mark.slow
+RING = min(slot.capacity(LONGEST) for slot in MODEL.plan.slots)
+
+
+def factors(page):
+    return [float(x) for x in page.locator('#factors data').all_inner_texts()]
+
+
+def test_factors_of_the_ratio_from_the_first_view(markup_server, visit):
+    page = visit(markup_server())
+    expect(page.locator('header')).to_contain_text('nanoKV')
+    expect(page.locator('#ratio')).to_contain_text(f'after {LONGEST} tokens, the most')
+    planned = MODEL.plan.factors(LONGEST, 'float64')
+    assert factors(page) == pytest.approx([planned[name] for name in
+                                           ('heads', 'window', 'sharing')], rel=0.01)
+    assert [len(lane['cells']) for lane in drawn(page)] == [
+        slot.capacity(LONGEST) for slot in MODEL.plan.slots]
+    send(page, 'ab1', tokens=RING + 6)
+    heads, window, sharing = factors(page)
+    frame = page.evaluate('nanokv.frame()')
+    vanilla = MODEL.plan.vanilla().nbytes(1, frame['length'], 'float64')
+    assert heads * window * sharing == pytest.approx(vanilla / frame['nbytes'], rel=0.02)
+    page.locator('#slider').fill('2')
+    drawn(page)
+    expect(page.locator('.later')).to_have_css('visibility', 'hidden')
+
+
+def test_definitions_and_large_lanes_by_keys(markup_server, visit):
+    page = visit(markup_server(), size=(1280, 620))
+    after = "node => getComputedStyle(node, '::after').content"
+    for term in page.locator('#headline .term, #lanes .term').all():
+        term.focus()
+        assert term.get_attribute('aria-description') in term.evaluate(after)
+        drawn(page)
+        expect(term).to_be_focused()
+    button = page.get_by_role('button', name='Slot 0 large')
+    button.press('Enter')
+    expect(button).to_have_attribute('aria-pressed', 'true')
+    for text in ('ab1', 'in'):
+        send(page, text)
+    assert page.locator('.edit').evaluate_all('all => all.map(edit => edit.tabIndex)') == [-1, 0]
+    page.locator('.edit').last.press('ArrowUp')
+    expect(page.locator('.edit').first).to_be_focused()
+
+
+@pytest.mark.parametrize('size', [(390, 844), (640, 400)])
+def test_the_note_covers_nothing(markup_server, visit, size):
+    page = visit(markup_server(), size=size)
+    send(page, 'ab1')
+    main, note = (page.locator(each).bounding_box() for each in ('main', '#note'))
+    assert main['y'] + main['height'] <= note['y'] + 1
+
+
+def test_forced_colours(markup_server, visit):
+    page = visit(markup_server(), forced_colors='active')
+    for bar in page.locator('#bars i').all():
+        expect(bar).to_have_css('border-style', 'solid')
+        expect(bar).to_have_css('forced-color-adjust', 'none')
