@@ -10,12 +10,18 @@ def answering(answer):
     return lambda route: route.fulfill(**answer)
 
 
-def send(page, text, tokens=6):
-    from playwright.sync_api import expect
-    page.locator('#tokens').fill(str(tokens))
-    page.locator('#temperature').fill('0')
+def enter(page, text):
     page.locator('#text').fill(text)
     page.locator('#text').press('Enter')
+
+
+def send(page, text, tokens=6, plain=False):
+    from playwright.sync_api import expect
+    if plain:
+        page.get_by_label('Plain prompt').check()
+    page.locator('#tokens').fill(str(tokens))
+    page.locator('#temperature').fill('0')
+    enter(page, text)
     expect(page.locator('#text')).to_have_value('')
     expect(page.locator('#send')).to_be_enabled()
     drawn(page)

@@ -113,8 +113,7 @@ def test_markup_is_text(markup_server, visit):
 
 def test_by_keyboard(markup_server, visit):
     page = visit(markup_server())
-    page.get_by_label('Plain prompt').check()
-    send(page, 'ab1\nb', tokens=12)
+    send(page, 'ab1\nb', tokens=12, plain=True)
     for _ in range(40):
         page.keyboard.press('Tab')
         if page.evaluate('document.activeElement.tagName') == 'CANVAS':

@@ -6,7 +6,7 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-from tests.serving.browser import answering, drawn, send
+from tests.serving.browser import answering, drawn, enter, send
 from tests.serving.conftest import LONGEST, MODEL, eventually
 
 pytestmark = pytest.mark.slow
@@ -37,8 +37,7 @@ def test_an_edit_loses_neither_later_turns_nor_a_draft(markup_server, visit, fai
     page.get_by_role('button', name='Cancel edit').click()
     expect(page.locator('#text')).to_have_value('draft')
     page.get_by_role('button', name='Edit', exact=True).nth(1).click()
-    page.locator('#text').fill('ie')
-    page.locator('#text').press('Enter')
+    enter(page, 'ie')
     expect(page.locator('#send')).to_be_enabled()
     expect(page.locator('#text')).to_have_value('draft')
     assert texts(page)[:3] == [*before[:2], 'ie'] and len(texts(page)) == 4
@@ -46,8 +45,7 @@ def test_an_edit_loses_neither_later_turns_nor_a_draft(markup_server, visit, fai
 
 def test_a_draft_survives_a_message_that_fails(markup_server, visit, held):
     page = visit(markup_server())
-    page.locator('#text').fill('ab1')
-    page.locator('#text').press('Enter')
+    enter(page, 'ab1')
     expect(page.locator('#text')).to_have_value('')
     page.locator('#text').fill('draft')
     page.locator('#stop').click()
@@ -58,8 +56,8 @@ def test_a_browser_that_dies_keeps_the_conversation(markup_server, visit, held):
     """What was sent at once, and of a reply what came a few seconds ago."""
     page = visit(markup_server())
     page.evaluate('onpagehide = document.onvisibilitychange = null')
-    page.locator('#text').fill('ab1')
-    page.locator('#text').press('Enter')
+    page.locator('#temperature').fill('0')  # a sampled reply may be empty
+    enter(page, 'ab1')
     stored = lambda: [turn['content'] for text in page.evaluate('Object.values(localStorage)')
                       for turn in json.loads(text).get('said', ())]
     eventually(lambda: stored() == ['ab1', ''])
@@ -118,8 +116,7 @@ def test_a_full_storage_drops_the_oldest(markup_server, visit):
 
 def test_words_that_are_not_yet_written(markup_server, visit):
     page = visit(markup_server())
-    page.get_by_label('Plain prompt').check()
-    send(page, 'ab1', tokens=RING + 6)
+    send(page, 'ab1', tokens=RING + 6, plain=True)
     page.locator('#slider').fill('2')
     length = page.evaluate('nanokv.frame().length')
     page.locator('#lanes canvas').first.focus()
@@ -134,8 +131,7 @@ def test_words_that_are_not_yet_written(markup_server, visit):
 
 def test_words_of_an_earlier_reply_name_no_cells(markup_server, visit):
     page = visit(markup_server())
-    page.get_by_label('Plain prompt').check()
-    send(page, 'ab1', tokens=12)
+    send(page, 'ab1', tokens=12, plain=True)
     page.locator('.assistant').focus()
     page.keyboard.press('ArrowRight')
     expect(page.locator('#turns .lit')).to_have_count(1)
@@ -149,8 +145,7 @@ def test_a_reused_prompt_is_not_called_the_visitors_text(markup_server, visit):
     server = markup_server()
     for text in ('ab1ab1ab', 'ab1ab1ab1'):  # two visitors
         page = visit(server)
-        page.get_by_label('Plain prompt').check()
-        send(page, text)
+        send(page, text, plain=True)
         page.locator('#speed').select_option('slow')
         page.locator('#play').click()
     expect(page.locator('#note')).to_contain_text('from an earlier request')
@@ -160,8 +155,7 @@ def test_a_reused_prompt_is_not_called_the_visitors_text(markup_server, visit):
 def test_it_says_that_a_request_waits(markup_server, visit, held):
     page, status = visit(markup_server()), lambda: page.get_by_role('status').first
     expect(status()).to_be_empty()
-    page.locator('#text').fill('ab1' * 12)
-    page.locator('#text').press('Enter')
+    enter(page, 'ab1' * 12)
     expect(status()).to_have_text('Sent. The request waits for the server.')
     held.release(1)
     expect(status()).to_have_text('The model reads the prompt.')

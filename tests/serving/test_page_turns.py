@@ -181,8 +181,7 @@ def test_a_first_visit_explains_itself_slowly(markup_server, visit):
 
 def test_a_word_and_its_cells(markup_server, visit):
     page = visit(markup_server())
-    page.get_by_label('Plain prompt').check()
-    send(page, 'ab1', tokens=RING + 6)
+    send(page, 'ab1', tokens=RING + 6, plain=True)
     reply, lit = page.locator('.assistant'), page.locator('#turns .lit')
     reply.focus()
     page.keyboard.press('ArrowRight')        # position 3, long gone from the ring
