@@ -168,9 +168,11 @@ def test_on_a_phone(markup_server, visit):
     assert page.evaluate('document.documentElement.scrollWidth') <= 360
     text, lanes = page.locator('#turns').bounding_box(), page.locator('#lanes').bounding_box()
     assert lanes['y'] > text['y'] + text['height']  # below
-    page.set_viewport_size(dict(width=360, height=560))
-    lanes, note = (page.locator(each).bounding_box() for each in ('#lanes', '#note'))
-    assert lanes['y'] + lanes['height'] > 560 >= note['y'] + note['height'] > 500
+    for width, height in ((360, 560), (390, 844), (640, 400)):  # the note covers nothing
+        page.set_viewport_size(dict(width=width, height=height))
+        main, note = (page.locator(each).bounding_box() for each in ('main', '#note'))
+        assert main['y'] + main['height'] <= note['y'] + 1
+        assert height >= note['y'] + note['height'] > height - 60
 
 
 def visit_a_larger_model(server, visit, length, rings, size, text='x'):

@@ -1,16 +1,14 @@
 """The page in a browser: what it keeps of conversations, and what it says of a turn. Needs
 Chromium, as test_page.py."""
 import json
-import re
 
 import pytest
 from playwright.sync_api import expect
 
-from tests.serving.browser import answering, drawn, enter, send
-from tests.serving.conftest import LONGEST, MODEL, eventually
+from tests.serving.browser import answering, enter, send
+from tests.serving.conftest import eventually
 
 pytestmark = pytest.mark.slow
-RING = min(slot.capacity(LONGEST) for slot in MODEL.plan.slots)
 
 
 def texts(page):
@@ -112,33 +110,6 @@ def test_a_full_storage_drops_the_oldest(markup_server, visit):
     expect(page.locator('#error')).to_be_empty()
     page.reload()
     assert texts(page)[::2] == ['ab1', 'in']
-
-
-def test_words_that_are_not_yet_written(markup_server, visit):
-    page = visit(markup_server())
-    send(page, 'ab1', tokens=RING + 6, plain=True)
-    page.locator('#slider').fill('2')
-    length = page.evaluate('nanokv.frame().length')
-    page.locator('#lanes canvas').first.focus()
-    page.keyboard.press('ArrowRight')
-    drawn(page)
-    gone = [int(word.get_attribute('data-at')) for word in page.locator('#turns .gone').all()]
-    assert all(position < length for position in gone)
-    page.locator('.assistant').focus()
-    page.keyboard.press('End')
-    expect(page.locator('#note')).to_have_text(re.compile('not yet in the cache$'))
-
-
-def test_words_of_an_earlier_reply_name_no_cells(markup_server, visit):
-    page = visit(markup_server())
-    send(page, 'ab1', tokens=12, plain=True)
-    page.locator('.assistant').focus()
-    page.keyboard.press('ArrowRight')
-    expect(page.locator('#turns .lit')).to_have_count(1)
-    send(page, 'a1', tokens=12)
-    expect(page.locator('.assistant').first.locator('[data-at]')).to_have_count(0)
-    expect(page.locator('.assistant[tabindex]')).to_have_count(1)
-    expect(page.locator('#turns .lit')).to_have_count(0)
 
 
 def test_a_reused_prompt_is_not_called_the_visitors_text(markup_server, visit):

@@ -56,14 +56,6 @@ def test_large_lanes_and_edits_by_keys(markup_server, visit):
     expect(page.locator('.edit').first).to_be_focused()
 
 
-@pytest.mark.parametrize('size', [(390, 844), (640, 400)])
-def test_the_note_covers_nothing(markup_server, visit, size):
-    page = visit(markup_server(), size=size)
-    send(page, 'ab1')
-    main, note = (page.locator(each).bounding_box() for each in ('main', '#note'))
-    assert main['y'] + main['height'] <= note['y'] + 1
-
-
 def test_forced_colours(markup_server, visit):
     page = visit(markup_server(), forced_colors='active')
     for bar in page.locator('#bars i').all():

@@ -202,6 +202,18 @@ def test_a_word_and_its_cells(markup_server, visit):
     expect(lit).to_have_attribute('data-at', str(cells[0]))
     crossed = [int(word.get_attribute('data-at')) for word in page.locator('#turns .gone').all()]
     assert crossed == [p for p in range(3, 3 + RING + 5) if p not in cells]  # the last: not stored
+    page.locator('#slider').fill('2')
+    drawn(page)
+    length = page.evaluate('nanokv.frame().length')
+    gone = [int(word.get_attribute('data-at')) for word in page.locator('#turns .gone').all()]
+    assert all(position < length for position in gone)
+    reply.focus()
+    page.keyboard.press('End')
+    expect(page.locator('#note')).to_have_text(re.compile('not yet in the cache$'))
+    send(page, 'a1', tokens=12)              # the cells of the first reply are gone
+    expect(reply.first.locator('[data-at]')).to_have_count(0)
+    expect(page.locator('.assistant[tabindex]')).to_have_count(1)
+    expect(lit).to_have_count(0)
 
 
 def test_a_saved_turn_replays_alone(markup_server, visit, chromium, tmp_path):
