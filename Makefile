@@ -49,7 +49,7 @@ test-vllm: $(VLLM_VENV)/.installed  ## exported models in vLLM on a CPU, in an e
 
 # grouped queries, five local layers to a global one, K = V and a quarter of RoPE in global layers, nothing shared
 GEMMA = --n_kv_head=4 --kv_share= --share_global_kv=False --kv_tied=global --rope_fraction_global=0.25
-kv: $(VENV)/.installed-test  ## the KV bytes of GPT-2's shape, numbers and pictures, in README
+kv: $(VENV)/.installed-test  ## the KV bytes of GPT-2's shape, numbers and the drawn plan, in README
 	mkdir -p results/kv
 	report() { $(BIN)/python -m kv config/train_gpt2_mqa_local.py --budget=1GB --json=True "$$@" | tail -n 1 \
 	  | $(BIN)/python -m json.tool; }; \
@@ -58,8 +58,6 @@ kv: $(VENV)/.installed-test  ## the KV bytes of GPT-2's shape, numbers and pictu
 	  report --max_seq_len=$$T $(GEMMA) > results/kv/gemma_shaped-T$$T.json; \
 	done
 	$(BIN)/python -m kv config/train_gpt2_mqa_local.py --svg=results/kv/plan.svg > /dev/null
-	$(BIN)/python -m lab.kv_picture
-	$(BIN)/python -m lab.kv_animation
 
 held-out.txt: data
 	$(BIN)/python -c "import numpy; from data.datasets import DATA_ROOT; \
@@ -97,7 +95,6 @@ ablate-smoke: $(VENV)/.installed-test data  ## the ladder of tiny models, with i
 
 ablate: $(VENV)/.installed-test data recall  ## from vanilla GPT-2 to the full stack, and recall (many hours on 2 cores; finished runs are kept)
 	$(BIN)/python ablate.py config/ablate_prices.py --jobs=2
-	$(BIN)/python ablate.py config/ablate_long.py --jobs=2
 
 soak: $(VENV)/.installed-test  ## training killed 20 times at any moment, against training left alone (a few minutes on 2 cores)
 	KILLS=20 $(BIN)/python -m pytest -q -s tests/training/test_soak.py

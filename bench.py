@@ -13,26 +13,19 @@ more.
     python bench.py $GPT2 --mode=decode --batch_sizes=1,4,16 --contexts=1024,4096
     python bench.py $GPT2 --mode=decode --batch_sizes=16 --contexts=4096 --against=vanilla
     python bench.py $GPT2 --mode=decode --contexts=4096 --budget=1GB --against=vanilla
-    # transformers, same vanilla weights
-    python bench.py --mode=decode --batch_sizes=1,16 --contexts=960 --against=hf
-    python bench.py --mode=decode --contexts=960 --steps=8 --against=nanogpt --nanogpt=FOLDER
-    # llama.cpp, same vanilla weights
-    python bench.py --mode=decode --contexts=960 --against=llama.cpp --weight_dtype=int8
     python bench.py $GPT2 --mode=prefill --contexts=1024,8192 --prefill_chunk=1024
     python bench.py $GPT2 --mode=serve --batch_sizes=16 --contexts=64 --requests=64
     # the same model exported, in the environment that lab/scripts/vllm_env.sh makes
     python bench.py $GPT2 --mode=serve --contexts=64 --requests=32 --against=vllm
     python bench.py $GPT2 --mode=recompute --contexts=1024 --against=vanilla
-    python bench.py $GPT2 --mode=lengths --contexts=1024,8192 --against=vanilla
     python bench.py $GPT2 --mode=kernels --batch_sizes=256 --contexts=8192              # on CUDA
-    python bench.py $GPT2 --mode=chat --contexts=1024,8192 --kv_dtype=int8
     python bench.py --help
 
 train: forward, backward and AdamW update of one batch, without dropout. decode: time per output
 token (TPOT), greedy, from caches that hold `contexts` tokens, and bytes stored and read. prefill:
 time to first token (TTFT). serve: requests of different lengths, continuous batching against
-static. recompute, lengths: training steps by recomputation policy, by length of the sequences.
-chat: conversations that reuse a prefix cache. kernels: only attention and the K/V write, on CUDA.
+static. recompute: training steps by recomputation policy.
+kernels: only attention and the K/V write, on CUDA.
 Each is a module of lab/benchmarks/. Weights are random, in the settings' shape. Compared models are
 interleaved; ratios are medians over pairs of rounds. With --json=True the last line of output is
 a JSON document; `python -m lab.benchmarks.table` makes a page from saved documents.

@@ -11,9 +11,6 @@ At the prompt, text is your turn, and a line that begins with / a command:
     /retry         another reply to your last turn
     /edit TEXT     TEXT in place of your last turn, and a new reply
     /undo          forget your last turn and its reply
-    /fork NAME     go on under a new name, keeping this branch as it is
-    /switch NAME   go on with another branch
-    /branches      which branches there are
     /history       all turns
     /stats         tokens computed and reused, bytes in use
     /help          this list
@@ -31,7 +28,7 @@ import configurator
 from config.errors import UserError
 from config.sizes import nice_bytes, parse_bytes
 from config.terminal import visible
-from engine.text.dialogue import Dialogue, Template, longest_context
+from engine.text.dialogue import Dialogue, Template, longest_context, name_speakers
 from engine.engine import Engine
 from engine.requests.params import SamplingParams, encodable, sample_seed
 from interop.load import load
@@ -52,10 +49,7 @@ class Chat:
                                      stop=(self.dialogue.template.end,))
         budget = parse_bytes(s.prefix_budget, 'prefix_budget')
         self.engine = Engine(model, 1, max_seq_len, s.kv_dtype, tokenizer=tokenizer,
-                             captured=s.captured, prefix_budget=budget,
-                             prefix_folder=s.prefix_folder,
-                             prefix_disk_budget=parse_bytes(s.prefix_disk_budget,
-                                                            'prefix_disk_budget'))
+                             captured=s.captured, prefix_budget=budget)
         self.replies, self.ttft = 0, []
 
     def reply(self) -> None:
@@ -66,7 +60,7 @@ class Chat:
             raise UserError(f'your turn is longer than half of the {room:,} tokens that the model '
                             f'is given of a conversation ({self.longest:,} more are reserved for '
                             'its reply)')
-        dialogue.untrim(room)  # e.g. after /switch, or if max_seq_len is larger than last time
+        dialogue.untrim(room)  # e.g. if max_seq_len is larger than last time
         if len(dialogue.prompt(s.reply_as)) > room:
             # down to half, since a prompt with a new beginning has to be recomputed
             n = dialogue.trim(room // 2)
@@ -124,7 +118,7 @@ class Chat:
         name, _, rest = line[1:].partition(' ')
         rest = rest.strip()
         if name in ('retry', 'edit'):
-            before, trimmed = list(self.dialogue.turns), dict(self.dialogue.trimmed)
+            before, trimmed = list(self.dialogue.turns), self.dialogue.trimmed
             text = self.undo()
             if not text:
                 raise UserError(f'/{name}: you have said nothing yet')
@@ -133,17 +127,10 @@ class Chat:
             except UserError:
                 self.dialogue.turns[:], self.dialogue.trimmed = before, trimmed
                 raise
-        elif name in ('undo', 'fork', 'switch'):
-            if name == 'undo':
-                self.undo()
-            else:
-                getattr(self.dialogue, name)(rest)
+        elif name == 'undo':
+            self.undo()
             self.dialogue.save(self.path)
-            print(f'({len(self.dialogue.turns)} turns on branch {self.dialogue.branch!r})')
-        elif name == 'branches':
-            for branch, turns in self.dialogue.branches.items():
-                mark = '*' if branch == self.dialogue.branch else ' '
-                print(visible(f'{mark} {branch}: {len(turns)} turns'))
+            print(f'({len(self.dialogue.turns)} turns)')
         elif name == 'history':
             self.show(self.dialogue.turns)
         elif name == 'stats':
@@ -207,7 +194,8 @@ def main(argv=None):
     s = configurator.parse('chat', argv, usage=__doc__)
     for name in ('user', 'reply_as', 'turn'):  # bytes that are not UTF-8
         setattr(s, name, encodable(getattr(s, name)))
-    model, tokenizer, _ = load(s)
+    model, tokenizer, dataset = load(s)
+    name_speakers(s, dataset)
     chat = Chat(s, model, tokenizer)
     if chat.path.is_file():
         chat.dialogue.load(chat.path)
@@ -215,10 +203,7 @@ def main(argv=None):
         chat.show(chat.dialogue.turns[-2:])
     print(f'(up to {chat.engine.cache.max_seq_len:,} tokens of the conversation are given to the '
           'model; /help lists what you can do)')
-    try:
-        talk(chat)
-    finally:
-        chat.engine.close()
+    talk(chat)
 
 
 if __name__ == '__main__':

@@ -6,21 +6,25 @@ Unknown keys are errors, even in files, where nanoGPT ignores them; the message 
 """
 import ast
 import difflib
+import json
 import math
 import numbers
+import os
 import shutil
 import symtable
 import sys
 import textwrap
+import time
 import traceback
 import warnings
 from collections import deque
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-from config import missing  # noqa: F401  programs import this or `missing` before packages
+from config import startup  # noqa: F401  programs import this or `startup` before packages
 from config.errors import UserError
 from config.files import use_own_compiler_cache
+from config.removed import removed
 from config.schema import ALL_KEYS, PROGRAMS, Key
 from config.terminal import visible
 
@@ -53,7 +57,7 @@ def parse(program: str, argv: list[str] | None = None, usage: str = '',
     """
     keys = {key.name: key for key in PROGRAMS[program]}
     values = {name: key.default for name, key in (ALL_KEYS | keys).items()}
-    given = {}
+    given, folder = {}, ''
     args = deque(sys.argv[1:] if argv is None else argv)
     if '--help' in args or '-h' in args:
         print(help_text(program, usage))
@@ -72,6 +76,9 @@ def parse(program: str, argv: list[str] | None = None, usage: str = '',
             if program == 'train':
                 raise UserError(f'{arg!r} is a folder: to train into it use --out_dir={arg}, '
                                 'and to continue from its checkpoint also --init_from=resume')
+            folder = folder or arg
+            if arg != folder:
+                raise UserError(f'two folders are given, {folder!r} and {arg!r}: leave one out')
             source, changed = COMMAND_LINE, {'out_dir': arg}
         else:
             path = _find(arg, takes_folder=program != 'train' and 'out_dir' in keys)
@@ -119,7 +126,7 @@ def coerce(key: Key, value, where: str):
         raise UserError(f'{given} is not a finite number')
     is_folder = key.folder and value and Path(value).is_dir()
     if key.choices and value not in key.choices and not is_folder:
-        raise UserError(f'{given}: allowed are {_allowed(key)}')
+        raise UserError(removed(key.name, value) or f'{given}: allowed are {_allowed(key)}')
     return value
 
 
@@ -162,6 +169,8 @@ def _flag(arg: str, rest: deque, keys: dict[str, Key]):
 def _unknown(names: list[str], keys, where: str) -> str:
     found = []
     for name in names:
+        if removed(name):
+            return f'{where}: {removed(name)}'
         near = difflib.get_close_matches(name, keys, n=1)
         found.append(repr(name) + (f' (did you mean {near[0]!r}?)' if near else ''))
     plural = 's' * (len(names) > 1)
@@ -174,7 +183,7 @@ def _find(arg: str, takes_folder: bool) -> Path:
     for path in (Path(arg), ROOT / arg):
         if path.is_file():
             return path
-    name, _, value = arg.lstrip('–—-').partition('=')  # dashes of word processors
+    name, _, value = arg.partition('=')
     if name != arg and name.isidentifier():
         raise UserError(f'{arg!r}: flags are written --key=value, as in --{name}={value}')
     if takes_folder and not arg.endswith('.py'):
@@ -254,7 +263,10 @@ def run_program(main) -> None:
     try:
         main()
     except UserError as e:
-        print(visible(f"error: {' '.join(str(e).splitlines())}", sys.stderr), file=sys.stderr)
+        message = visible(f"error: {' '.join(str(e).splitlines())}", sys.stderr)
+        print(message, file=sys.stderr)
+        if file := os.environ.get('TORCHELASTIC_ERROR_FILE'):  # torchrun's report ends with it
+            Path(file).write_text(json.dumps({'message': message, 'timestamp': int(time.time())}))
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         end_of_line = '\n' * sys.stderr.isatty()  # after the ^C that a terminal shows

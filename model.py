@@ -80,10 +80,6 @@ class CausalSelfAttention(nn.Module):
                 self.k_norm = nn.RMSNorm(slot.head_dim, eps=1e-6)
         if config.attn_sink:
             self.sink = nn.Parameter(torch.zeros(self.n_head))
-        if slot.stride > 1 and layer.owns:  # weights of the places in a block
-            # at first the same in all channels: else entries are learned later (docs/results.md)
-            of_places = torch.randn(slot.n_kv_head * slot.stride, 1)
-            self.block_bias = nn.Parameter(of_places.expand(-1, slot.width).flatten())
 
     def queries_keys_values(self, x, rope=None, cache=None):
         """x (B, t, C) -> q (B, H, t, D), and in an owner its (K, V), each (B, Hkv, t, D), otherwise
@@ -118,25 +114,10 @@ class CausalSelfAttention(nn.Module):
             before = None if cache is None else cache.previous_key(self.layer, slow)
             k = offset_keys(fast, slow, before)
         kv = [k] if self.slot.tied else [k, own[1]]
-        if self.slot.stride > 1:
-            kv = self.block_means(kv, cache)
-
         # an int8 cache quantizes by itself
         if self.kv_quant_train == 'int8' and (cache is None or cache.kv_dtype != 'int8'):
             kv = [fake_quantize_int8(x) for x in kv]
         return kv[0], kv[-1]
-
-    def block_means(self, kv, cache):
-        """Means of the blocks of K and V, or of K alone where they are one."""
-        x, slot = torch.cat(kv, dim=-1), self.slot
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        biases = self.block_bias.to(wide.dtype).view(slot.n_kv_head, slot.stride, -1)
-        if cache is None:
-            from attention.blocks import running_means
-            means = running_means(wide, biases)
-        else:
-            means = cache.block_means(self.layer, wide, biases)
-        return means.to(x.dtype).split(slot.head_dim, dim=-1)
 
     def stored_heads(self, k):
         """c_attn's keys (B, heads, t, D), as the slot stores them: (B, Hkv, t, slot's D)."""
@@ -145,10 +126,8 @@ class CausalSelfAttention(nn.Module):
     def attend_to_sequence(self, q, k, v):
         """Attention within whole sequences, without a cache."""
         dropout_p = self.dropout if self.training else 0.0
-        if self.slot.stride > 1:
-            from attention.blocks import block_attention
-            return block_attention(q, k, v, self.slot.stride, dropout_p, self.sink)
-        return self.attend(q, k, v, self.layer.window, dropout_p, self.backend, self.sink)
+        window = self.layer.mask or self.layer.window
+        return self.attend(q, k, v, window, dropout_p, self.backend, self.sink)
 
     def attend_to_cache(self, q, kv, cache):
         """Attention to everything in the cache, after it has stored kv (None in a reader)."""
@@ -247,13 +226,6 @@ def rotary_tables(config: GPTConfig, head_dim: int) -> dict[str, RotaryTable | N
     return {LOCAL: table, GLOBAL: RotaryTable(head_dim, theta, fraction)}
 
 
-def clamp_inputs(blocks: nn.Module, limit: float) -> None:
-    """Clamp the inputs of all Linear layers to +-limit, so that int8 represents them well."""
-    for module in blocks.modules():
-        if type(module) is nn.Linear:
-            module.register_forward_pre_hook(lambda _, x: (x[0].clamp(-limit, limit),))
-
-
 class GPT(nn.Module):
     """nanoGPT's GPT plus every field of `GPTConfig`.
 
@@ -282,8 +254,6 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight  # weight tying (Press & Wolf 2017)
         self.rotary = rotary_tables(config, self.plan.head_dim) if rope else None
-        if config.act_clamp:
-            clamp_inputs(self.transformer.h, config.act_clamp)
 
         self.apply(self._init_weights)
         for name, p in self.named_parameters():  # residual projections, as in the GPT-2 paper

@@ -13,7 +13,7 @@ Without training, only to see the report:
 
     python sample.py config/train_gpt2_mqa_local.py --init_from=random --max_new_tokens=20
 """
-from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
+from config import startup  # noqa: F401  # isort: skip  (before torch is imported)
 import contextlib
 import io
 import json
@@ -33,14 +33,14 @@ from engine.steps.captured import MIN_CAPTURED
 from engine.steps.decode import fast_decode
 from engine.text.many import complete, fitted, json_lines, make_engine, show_many
 from engine.requests.params import SamplingParams
-from engine.text.prompts import encode_prompt, encode_requests, read_requests, read_start
+from engine.text.prompts import encode_lines, encode_prompt, read_lines, read_start
 from engine.requests.sampler import TopPSampler, sample_generators
 from engine.requests.stopping import SampleText, parse_stops
 from engine.text.watch import watchable, watching
 from engine.weights.quantize import weight_bytes, weights_dtype
 from generate import Generation, cache_length
 from interop.load import load
-from kv.capacity import prefill_flops
+from kv.counts import prefill_flops
 from kv.console import output
 from kv.report import account
 from kv.tables import print_report
@@ -180,17 +180,17 @@ def sample_prompts(s, write):
     Returns the number of requests that failed."""
     budget = parse_bytes(s.kv_budget, 'kv_budget') if s.kv_budget else 0
     prefixes = parse_bytes(s.prefix_budget, 'prefix_budget') if s.prefix_budget else 0
-    lines = read_requests(s.prompts, sampling_params(s))
+    params, lines = sampling_params(s), read_lines(s.prompts)
     model, tokenizer, _ = load(s)
-    asked, budget = encode_requests(tokenizer, lines), budget or total_memory(model.device) // 2
-    lines = fitted(model, asked, budget, s.kv_dtype)
-    if any(a.params != b.params for a, b in zip(asked, lines)):
+    budget = budget or total_memory(model.device) // 2
+    lines = fitted(model, encode_lines(tokenizer, lines), s.max_new_tokens, budget, s.kv_dtype)
+    if any(0 < line.max_new_tokens < s.max_new_tokens for line in lines):
         print(f'Note: learned positions end at block_size={model.config.block_size}; '
               'texts end there')
     rows = s.parallel if 'parallel' in s.given else 0
     engine = make_engine(model, tokenizer, lines, s.num_samples, rows, budget, s.kv_dtype,
                          prefixes, s.captured)
-    report = complete(engine, lines, s.num_samples, s.seed, write) | machine(model)
+    report = complete(engine, lines, s.num_samples, params, write) | machine(model)
     if s.report:
         show_many(report)
     if s.json:

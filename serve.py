@@ -10,6 +10,7 @@ POST /v1/completions and /v1/chat/completions (streaming too), GET /v1/models, /
 (Prometheus); unless --page=False, / (a chat page) and /nanokv/... (the same streams with the state
 of the KV cache). docs/serving.md describes them. Needs pip install -e '.[serve]'.
 """
+import functools
 import os
 import re
 import sys
@@ -20,7 +21,7 @@ import configurator
 from config.errors import UserError, at_least
 from config.sizes import parse_bytes
 from engine.steps.captured import CapturedDecode
-from engine.text.dialogue import Template, longest_context
+from engine.text.dialogue import Template, longest_context, name_speakers
 from engine.engine import Engine
 from engine.steps.prepare import prepare
 from interop.load import load
@@ -76,17 +77,16 @@ def make_service(s, model, tokenizer, dataset: str):
     prefix_budget = parse_bytes(s.prefix_budget, 'prefix_budget') if s.prefix_budget else 0
     engine = Engine(model, s.parallel, max_seq_len, s.kv_dtype, kv_budget=budget,
                     tokenizer=tokenizer, captured=s.captured, prefix_budget=prefix_budget,
-                    prefix_folder=s.prefix_folder, slowdown=SLOWDOWN,
-                    prefix_disk_budget=parse_bytes(s.prefix_disk_budget, 'prefix_disk_budget'))
+                    slowdown=SLOWDOWN)
     table = engine.cache.table
     positions = min(engine.cache.max_seq_len, table.n_pages * table.page_size)
     source, created = Path(s.init_from), time.time()
     if s.init_from == 'resume':
         source = Path(s.out_dir).resolve()
         created = checkpoint_in(s.out_dir, s.resume_from).stat().st_mtime
-    return engine, Service(s.model_name or source.name, tokenizer, positions, s.max_new_tokens,
-                           most_choices(s.parallel, s.max_waiting), template, s.user, s.reply_as,
-                           s.strict_messages, int(created), dataset)
+    return engine, Service(s.model_name or source.name, tokenizer, model.config.vocab_size,
+                           positions, s.max_new_tokens, most_choices(s.parallel, s.max_waiting),
+                           template, s.user, s.reply_as, s.strict_messages, int(created), dataset)
 
 
 def main(argv=None):
@@ -95,7 +95,7 @@ def main(argv=None):
     try:
         from serving.app import Limits, make_app
         from serving.metrics import Metrics
-        from serving.server import RequestLog, Server, bind
+        from serving.server import Server, bind
     except ModuleNotFoundError as e:
         if e.name.partition('.')[0] not in ('starlette', 'uvicorn', 'prometheus_client'):
             raise
@@ -104,6 +104,7 @@ def main(argv=None):
     limits = Limits(parse_bytes(s.max_body, 'max_body'), s.timeout)
     sock = bind(s.host, s.port)  # before anything slow
     model, tokenizer, dataset = load(s)
+    name_speakers(s, dataset)
     engine, service = make_service(s, model, tokenizer, dataset)
     if isinstance(engine.fast_decode, CapturedDecode):
         print(f'Preparing decode steps of 1 to {s.parallel} rows', flush=True)
@@ -117,9 +118,9 @@ def main(argv=None):
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     page = f', a chat page at {url}/' if s.page else ''
     greeting = f'Serving {service.model!r} at {url}/v1{page} (Ctrl-C ends it)'
-    log = RequestLog() if s.log_requests else None
+    log = functools.partial(print, flush=True) if s.log_requests else None
     app = make_app(worker, service, limits, keys, log, s.page, s.cors, s.shared_prefix)
-    Server(app, worker, s.grace, greeting, log).run([sock])
+    Server(app, worker, s.grace, greeting).run([sock])
 
 
 if __name__ == '__main__':

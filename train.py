@@ -11,7 +11,7 @@
 
 Ctrl-C or SIGTERM saves a checkpoint after the current step and exits.
 """
-from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
+from config import startup  # noqa: F401  # isort: skip  (before torch is imported)
 import contextlib
 import math
 import os
@@ -91,6 +91,8 @@ def train(run, log, stop):
             report(run, log, loss, lr, losses, pace)
         run.iter_num += 1
         if run.iter_num > s.max_iters:
+            if why := run.why_unsaved(pace.first):
+                log.line(why)
             return
 
     log.skipped(run.update.read())  # since the last logged iteration

@@ -36,25 +36,27 @@ def cached_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, windo
             ignored. None = all S. If t > 1, keys are in order and the last t valid ones are the
             queries' own; if t = 1, the order does not matter.
         window: number of keys that a query sees, including its own; 0 = all up to its own.
-            Ignored if t = 1: the caller passes only keys in the window.
+            Ignored if t = 1: the caller passes only keys in the window. Or a function, as in
+            `attention.masks.in_window`, whatever t is, for keys in order.
         sink: (H,), a logit per head in the denominator of the softmax, or None.
     Returns:
         (B, H, t, D); undefined for rows without keys.
     """
     t, S, stored = q.size(2), k.size(2), (k, v, k_scale, v_scale)
+    masked = callable(window)
     if kv_lens is None and S == t:  # nothing precedes the chunk: plain causal attention
         # (not FlexAttention, which would compile a kernel for each prompt length)
         k, v = dequantized(q.dtype, *stored)
         with sdpa_of_any_shape(q.device):
             return causal_attention(q, k, v, window, backend='sdpa', sink=sink)
-    if kernel_takes(q, k, sink):
+    if not masked and kernel_takes(q, k, sink):
         from attention.kernels.decode import stored_attention
         return stored_attention(q, *stored, kv_lens=kv_lens, window=window)
-    if t > 1 and kv_lens is None and window:
+    if t > 1 and kv_lens is None and window and not masked:
         k, v = dequantized(q.dtype, *stored)
         with sdpa_of_any_shape(q.device):
             return blockwise_local_attention(q, k, v, window, sink=sink)
-    if t == 1:
+    if t == 1 and not masked:
         window = 0
     # scores of quantized keys exist one tile at a time; fewer queries would decode the keys oftener
     n_keys = S if k.dtype == q.dtype else min(S, max(1, TILE // (k.size(1) * q.size(3))))
@@ -74,7 +76,7 @@ def _attend_chunk(q, k, v, k_scale, v_scale, kv_lens, window, sink):
     """`cached_attention` with all scores at once."""
     t, S, stored = q.size(2), k.size(2), (k, v, k_scale, v_scale)
     mask = None
-    if t > 1 or kv_lens is not None:
+    if t > 1 or kv_lens is not None or window:
         mask = _mask(t, S, kv_lens, window, q.device)
         if t > 1:  # for the t queries of each head of a group
             mask = mask.repeat(1, 1, q.size(1) // k.size(1), 1)

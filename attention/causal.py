@@ -12,7 +12,8 @@ def causal_attention(q, k, v, window: int = 0, dropout_p: float = 0.0, backend: 
 
     Args:
         q: (B, H, T, D). k, v: (B, Hkv, T, D), H a multiple of Hkv.
-        window: number of keys that a query sees, including its own; 0 = all up to its own.
+        window: number of keys that a query sees, including its own; 0 = all up to its own. Or a
+            function, as in `attention.masks.in_window`: then all scores are computed.
         backend: one of `attention.kernels.choose.BACKENDS`.
         sink: (H,), a logit per head in the denominator of the softmax (gpt-oss, 2025): weight
             that goes to no key. None = no sink.
@@ -21,6 +22,8 @@ def causal_attention(q, k, v, window: int = 0, dropout_p: float = 0.0, backend: 
     Raises:
         UserError: if the backend does not support these arguments.
     """
+    if callable(window):
+        return math_attention(q, k, v, window, dropout_p, sink)
     window = window if window < q.size(2) else 0
     if backend not in ('sdpa', 'math') and (backend != 'auto' or q.is_cuda):
         from attention.kernels.dispatch import attend_faster

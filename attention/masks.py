@@ -13,10 +13,13 @@ def in_window(q_pos, k_pos, window):
                        4        x x x
 
     Accepts ints, tensors that broadcast, and FlexAttention's index tensors. For the latter,
-    `window` must be an int, so that it becomes a constant of the kernel.
+    `window` must be an int, so that it becomes a constant of the kernel. It may also be a function
+    (q_pos, k_pos) -> which of the keys up to its own a query sees (`kv.plan.Layer.mask`).
     """
     distance = q_pos - k_pos
     seen = distance >= 0
+    if callable(window):
+        return seen & window(q_pos, k_pos)
     if isinstance(window, int) and window == 0:
         return seen
     return seen & (distance < window)

@@ -17,8 +17,7 @@ max_iters = 4000           # 4,096 tokens each
 lr_schedule = 'wsd'
 lr_decay_iters = 4000
 cooldown_iters = 800
-checkpoint_interval = 320  # divides the iterations at which a trunk's cooldowns begin
-keep_checkpoints = 4
+checkpoint_interval = 320
 eval_interval = 4000
 min_lr = 1e-4
 

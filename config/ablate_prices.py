@@ -41,10 +41,6 @@ side_rows = {
     # YOCO: layers 6 to 11 read the K and V of layer 5
     'suffix sharing': (_FULL, dict(layer_pattern='LLLLLGGGGGGG', kv_share='AABBBCCCCCCC')),
     'ReLU squared': (_FULL, dict(gelu='relu2')),
-    'attention z-loss': (_FULL, dict(attention_z_loss=1e-4)),
-    'clamped, int8 forward': (_FULL, dict(
-        act_clamp=4.0, int8_forward=True, kv_quant_train='int8', kv_dtype='int8',
-        weight_dtype='int8')),
     'int4 KV': (_FULL, dict(kv_dtype='int4')),
     'int8 weights': ('+ int8 KV', dict(weight_dtype='int8')),  # W8A8: activations too
     'tied at inference only': ('+ KV shared by 2/3', dict(
@@ -56,7 +52,6 @@ side_rows |= {
     'GQA': ('+ qk_norm', dict(n_kv_head=2) | _FEW),  # four query heads per K/V head
     'window T/4': (_FULL, dict(window_size=64) | _FEW),
     'untied': (_FULL, dict(share_global_kv=False) | _FEW),
-    'blocks of 4 without RoPE': (_FULL, dict(kv_stride=4, dtype='float32') | _NOPE | _FEW),
     'global first: GLLLLL/ABBCCC': (_FULL, dict(layer_pattern='GLLLLL', kv_share='ABBCCC') | _FEW),
 }
 # other ways to train (their cost: docs/training.md)
@@ -66,8 +61,6 @@ _TWICE = dict(max_iters=1600, lr_decay_iters=1600, warmup_iters=160)
 side_rows |= {
     'AdamW, twice the steps': (_FULL, _ADAMW | _TWICE | _FEW),
     'int8 in training': (_FULL, dict(kv_quant_train='int8', kv_dtype='int8') | _ONE),
-    'int8 products': (_FULL, dict(int8_training=True, kv_quant_train='int8',  # int8 matmuls
-                                  kv_dtype='int8') | _ONE),
 }
 # uptraining (GQA, Ainslie et al. 2023): converted weights of the strongest baseline, trained for a
 # tenth of the steps

@@ -33,9 +33,6 @@ side_rows = {
     'attention sinks': (_FULL, dict(attn_sink=True)),
     'output gate': (_FULL, dict(attn_gate=True, dtype='float32')),
     'int4 KV': (_FULL, dict(kv_dtype='int4')),
-    # one entry for every two or four tokens
-    **{f'blocks of {n}': ('NoPE on global layers', dict(kv_stride=n, dtype='float32'))
-       for n in (2, 4)},
 }
 # to choose the learning rate of all rows, before the other seeds are run
 for _row in ('+ key offset', _FULL):

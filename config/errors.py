@@ -1,8 +1,8 @@
 """An exception for errors that users can fix; programs print one line and exit with status 2."""
 import reprlib
 
-ITEMS = reprlib.Repr()
-ITEMS.maxlevel = 2
+REPR = reprlib.Repr()
+REPR.maxlevel, REPR.maxstring, REPR.maxother, REPR.maxlong = 2, 200, 200, 200
 
 
 class UserError(ValueError):
@@ -14,16 +14,9 @@ class UserError(ValueError):
 
 
 def shown(value) -> str:
-    """Return `value` for use in a message: the `repr` of texts and numbers, truncated, that of the
-    first items of containers, and the type of anything else. The `repr` of a nested container may
-    be endless: in a pickle, each level of [x, x] doubles it."""
+    """Return the `repr` of `value` for use in a message, truncated."""
     try:
-        if isinstance(value, (list, tuple, dict, set)):
-            text = ITEMS.repr(value)
-        elif isinstance(value, (str, int, float, bytes, type(None))):
-            text = repr(value)
-        else:
-            return f'a {type(value).__name__}'
+        text = REPR.repr(value)
     except ValueError:  # an int of more than 4,300 digits
         return f'a very large {type(value).__name__}'
     return text if len(text) <= 60 else text[:57] + '...'

@@ -5,11 +5,15 @@ Nothing here follows such a link to write: a new file replaces it (`replacing`),
 changed in place has to be a regular one (`regular_only`). Only regular files of a limited size are
 read (`read_bytes`).
 """
+import atexit
 import contextlib
 import errno
 import json
 import os
+import shutil
 import stat
+import sys
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +21,7 @@ from pathlib import Path
 # on Windows there are neither of these flags
 NO_LINK = getattr(os, 'O_NOFOLLOW', 0)
 NO_WAIT = getattr(os, 'O_NONBLOCK', 0)  # do not wait for the other end of a named pipe
+NOBODY = 65534  # a container without privileges sees root's folders as this user's
 MAX_JSON_BYTES = 16 * 2 ** 20  # as Python objects, JSON may take 25 times the memory of its text
 
 
@@ -103,19 +108,41 @@ def make_private(path: Path) -> None:
         path.chmod(0o600)
 
 
+def make_folders(folder: Path, mode: int) -> None:
+    """Create `folder` and the folders above it, all with this mode at most. (Path.mkdir gives those
+    above it the mode of the umask.)"""
+    for path in (*reversed(folder.parents), folder):
+        if not path.exists():
+            path.mkdir(mode, exist_ok=True)
+
+
 def private_folder(folder: Path) -> None:
-    """Create `folder`, or restrict it if it exists, so that only this user can use it (0700).
-    Raises OSError if it is a link or belongs to another user."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Create `folder` and the folders above it, or restrict it if it exists, so that only this user
+    can use it (0700). Raises OSError if it is a link or belongs to another user, or if another user
+    could put another folder in its place."""
+    make_folders(folder, 0o700)
     if os.name != 'posix':
         return
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode):
+    for path in (*folder.parents, *folder.resolve().parents):
+        _check_parent(path)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, f'{folder} is a link')
-    if not is_ours(found):
+    if not is_ours(status):
         raise PermissionError(errno.EPERM, f'{folder} belongs to another user')
-    if stat.S_IMODE(found.st_mode) != 0o700:
-        folder.chmod(0o700)
+    folder.chmod(0o700)
+
+
+def _check_parent(path: Path) -> None:
+    """Raise PermissionError if another user can rename what lies in this folder."""
+    status = path.lstat()
+    if status.st_uid not in (os.geteuid(), 0, NOBODY):
+        raise PermissionError(errno.EPERM, f'{path} belongs to another user')
+    # many systems give each user a group of the same number
+    others = 0o002 if status.st_gid == status.st_uid else 0o022
+    if (stat.S_ISDIR(status.st_mode) and status.st_mode & others
+            and not status.st_mode & stat.S_ISVTX):
+        raise PermissionError(errno.EPERM, f'other users can change {path}: chmod go-w')
 
 
 def user_cache() -> Path:
@@ -126,11 +153,20 @@ def user_cache() -> Path:
 
 
 def use_own_compiler_cache() -> None:
-    """Let torch.compile keep its programs in a private folder, unless TORCHINDUCTOR_CACHE_DIR is
-    set. Its default is in /tmp under a name that any other user can create first."""
-    if os.environ.get('TORCHINDUCTOR_CACHE_DIR'):
+    """Let torch.compile and Triton keep their programs in a private folder, unless the environment
+    names another. torch's default is in /tmp under a name that any other user can create first, and
+    Triton's has the mode of the umask. If there cannot be one, a note says so, and it is a new one
+    for this process."""
+    folders = {'TORCHINDUCTOR_CACHE_DIR': '', 'TRITON_CACHE_DIR': 'triton'}
+    unset = [name for name in folders if not os.environ.get(name)]
+    if not unset:
         return
     folder = user_cache() / 'inductor'
-    with contextlib.suppress(OSError):
+    try:
         private_folder(folder)
-        os.environ['TORCHINDUCTOR_CACHE_DIR'] = str(folder)
+    except OSError as e:
+        print(f'Note: what is compiled is not kept in {folder} ({e.strerror})', file=sys.stderr)
+        folder = Path(tempfile.mkdtemp(prefix='nanokv-'))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for name in unset:
+        os.environ[name] = str(folder / folders[name])

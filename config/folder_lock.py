@@ -1,7 +1,7 @@
 """Locks on a folder: one writer at a time, and one preparation of a data set at a time.
 
-A lock is a system lock (flock) on a file in the folder. It is released when its process ends, even
-by a crash, so it is never stale. The holder deletes the file before releasing the lock.
+Each is a lock of the package filelock on a file in the folder. The system releases it when its
+process ends, even if that is killed.
 """
 import contextlib
 import errno
@@ -9,65 +9,80 @@ import os
 import shlex
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from config.errors import UserError
 from config.files import regular_only
 
-try:
-    import fcntl
-except ImportError:  # Windows: no locks
-    fcntl = None
-
-UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-_thread = threading.local()  # .folders: the ones whose preparation lock this thread holds
+UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP)  # of a file system without locks
 
 
-def only_writer(folder: Path, remedy: str) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def only_writer(folder: Path, remedy: str) -> Iterator[None]:
     """Lock `folder` against other writers. If it is created here, it is removed if left empty.
     Readers need no lock. Raises UserError if another process is writing there (named by its lock
     file), with the `remedy`, what the user can do, or if the folder is not writable."""
-    return _held(folder / '.lock', f'{folder} cannot be written to', remedy)
+    path = folder / '.lock'
+    with contextlib.ExitStack() as stack:
+        try:
+            with _errors(f'{folder} cannot be written to'):
+                stack.enter_context(_held(FileLock(path), timeout=0))
+                with open(path, 'a', opener=regular_only) as file:
+                    file.truncate(0)
+                    file.write(_this_process())
+        except Timeout:
+            raise UserError(f'{folder} is being written by {_holder(path)}. {remedy}') from None
+        yield
 
 
 @contextlib.contextmanager
 def one_at_a_time(folder: Path) -> Iterator[None]:
     """Hold the lock for preparing `folder`, waiting until it is free. Reentrant within a thread.
     Raises UserError if the folder is not writable; like only_writer otherwise."""
-    mine, name = _thread.__dict__.setdefault('folders', set()), folder.resolve()
-    if name in mine:
+    lock = FileLock(folder / '.prepare.lock', is_singleton=True)  # one object for a path
+    with contextlib.ExitStack() as stack:
+        if not lock.is_locked:  # by this thread
+            with _errors(f'cannot prepare a dataset in {str(folder)!r}'):
+                try:
+                    stack.enter_context(_held(lock, timeout=0))
+                except Timeout:
+                    print(f'waiting for another process that prepares dataset {folder.name}...',
+                          flush=True)
+                    stack.enter_context(_held(lock, timeout=-1))
         yield
-        return
-    with _held(folder / '.prepare.lock', f'cannot prepare a dataset in {str(folder)!r}'):
-        mine.add(name)
-        try:
-            yield
-        finally:
-            mine.discard(name)
 
 
 @contextlib.contextmanager
-def _held(path: Path, error: str, remedy: str | None = None) -> Iterator[None]:
-    """Hold the lock file at `path`, and delete it at the end. remedy: None = wait until it is free.
-    Raises UserError, which begins with `error` if the system refuses."""
-    created = not path.parent.exists()
+def _held(lock: FileLock, timeout: float) -> Iterator[None]:
+    """Hold the lock, and delete its file, and the folder if it was created here and is empty."""
+    path = Path(lock.lock_file)
+    created = not os.path.exists(path.parent)  # False, no error, if the name is too long
     with contextlib.ExitStack() as stack:
         if created:
-            stack.callback(_suppressed, path.parent.rmdir)  # fails unless it is empty
-        try:
-            file = stack.enter_context(_open_locked(path, remedy))
-            stack.callback(_suppressed, path.unlink)
-            file.truncate(0)
-            since = time.strftime('%Y-%m-%d %H:%M:%S')
-            command = shlex.join([Path(sys.executable).name, *sys.argv])
-            file.write(f'process {os.getpid()} on {socket.gethostname()} since {since}: {command}')
-            file.flush()
-        except OSError as e:
-            raise UserError(f'{error}: {e.strerror}') from e
+            stack.callback(_suppressed, path.parent.rmdir)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(lock.acquire(timeout))
+        # deleted while it is locked: another process that has opened it sees that, and tries again
+        stack.callback(_suppressed, path.unlink)
         yield
+
+
+@contextlib.contextmanager
+def _errors(what: str) -> Iterator[None]:
+    """Raise UserError, which begins with `what`, if the system refuses. Without locks, go on."""
+    try:
+        yield
+    except Timeout:
+        raise
+    except OSError as e:
+        if e.errno not in UNSUPPORTED:
+            raise UserError(f'{what}: {e}') from e
+        print('Note: the file system has no locks, so that nothing stops another process from '
+              f'writing there ({e})', file=sys.stderr)
 
 
 def _suppressed(remove) -> None:
@@ -75,55 +90,14 @@ def _suppressed(remove) -> None:
         remove()
 
 
-def _open_locked(path, remedy):
-    while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.ExitStack() as stack:
-            # the previous holder may delete the file or the folder at any time: if so, try again
-            with contextlib.suppress(FileNotFoundError):
-                file = stack.enter_context(open(path, 'a+', errors='replace', opener=regular_only))
-                _lock(file, path, remedy)
-                if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-                    stack.pop_all()
-                    return file
+def _this_process() -> str:
+    command = shlex.join([Path(sys.executable).name, *sys.argv])
+    since = time.strftime('%Y-%m-%d %H:%M:%S')
+    return f'process {os.getpid()} on {socket.gethostname()} since {since}: {command}'
 
 
-def _lock(file, path, remedy):
-    if fcntl is None:
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        if remedy is not None:
-            raise UserError(f'{path.parent} is being written by {_holder(file)}. {remedy}'
-                            ) from None
-        print(f'waiting for another process that prepares dataset {path.parent.name}...',
-              flush=True)
-        fcntl.flock(file, fcntl.LOCK_EX)
-    except OSError as e:
-        if e.errno not in UNSUPPORTED:
-            raise
-        print(f'Note: the file system of {path.parent} has no locks, so that nothing stops another '
-              'process from writing there', file=sys.stderr)
-
-
-def _holder(file) -> str:
-    """Read who has locked the file, which its holder writes shortly after it has locked it."""
-    for _ in range(20):
-        file.seek(0)
-        if found := file.read(1000):
-            return ' '.join(found.split())
-        time.sleep(0.05)
+def _holder(path: Path) -> str:
+    """Read who has locked the file, which its holder writes just after it has locked it."""
+    with contextlib.suppress(OSError):
+        return ' '.join(path.read_text(errors='replace')[:1000].split()) or 'another process'
     return 'another process'
-
-
-def process_start(pid: int) -> str:
-    """Return an id of a process that is unique although process ids are reused: its pid, start time
-    in clock ticks and boot id. Without Linux's /proc, only its pid and the host name."""
-    try:
-        boot = Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()
-        stat = Path(f'/proc/{pid}/stat').read_text(encoding='utf-8')
-        ticks = stat.rpartition(')')[2].split()[19]
-        return f'{pid}, {ticks} after {boot}'
-    except (OSError, IndexError):
-        return f'{pid}, {socket.gethostname()}'

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from config.errors import UserError, at_least, shown
 
 MAX_NUMBER = 2 ** 31 - 1
+MAX_MATRIX = 2 ** 40  # elements; torch counts bytes in 63 bits
 MAX_LAYERS = 10_000  # also the letters of a pattern
 
 
@@ -17,8 +18,9 @@ def _key(default, meaning, choices=(), tries=(), trained='', known=()):
         choices needs none.
     trained: whether a trained model may change it, because no weight depends on it: 'free', or
         'memory' if `interop.convert` may, too; 'pooled' = only `interop.convert` can; '' = nobody.
-    known: programs that have learned what it means, of 'fast' (decode steps beside model.py's) and
-        'export'; all others refuse it where it is not the default.
+    known: programs that have learned what it means, of 'fast' (decode steps beside model.py's, and
+        attention of training in C++), 'export' and 'count' (of parameters, `kv.counts`); all
+        others refuse it where it is not the default.
     """
     if isinstance(default, bool):
         tries = (not default,)
@@ -27,7 +29,7 @@ def _key(default, meaning, choices=(), tries=(), trained='', known=()):
                                                 trained=trained, known=known))
 
 
-_known = functools.partial(_key, known=('fast', 'export'))
+_known = functools.partial(_key, known=('fast', 'export', 'count'))
 
 
 @dataclass
@@ -90,18 +92,12 @@ class GPTConfig:
         tries=(4, 8, 12, 16))
     window_pattern: str = _key(
         '', 'aligned with layer_pattern: the window of each layer, 0 for a G, in place of '
-        "window_size, as '16,16,64,16,16,0'", trained='memory', known=('fast',))
+        "window_size, as '16,16,64,16,16,0'", trained='memory', known=('fast', 'count'))
     kv_head_pattern: str = _key(
         '', 'aligned with layer_pattern: the K/V heads of each layer, 0 = n_kv_head, as '
-        "'1,1,1,1,1,4'", trained='pooled', known=('fast',))
-    kv_stride: int = _key(
-        1, 'tokens in a block: global layers store one mean for each block, and have no RoPE; '
-        '1 = every token', tries=(2, 3, 4, 16))
+        "'1,1,1,1,1,4'", trained='pooled', known=('fast', 'count'))
     attn_gate: bool = _known(
         False, "a gate on each head's output: the sigmoid of a linear map of the layer's input")
-    act_clamp: float = _known(
-        0.0, "clamp the inputs of the blocks' matmuls to this and its negative: 0 = no clamp",
-        tries=(1.5,), trained='free')
 
     def __post_init__(self):
         for f in dataclasses.fields(self):
@@ -118,7 +114,7 @@ class GPTConfig:
             setattr(self, name, getattr(self, name).replace(' ', ''))
         at_least(self, block_size=1, vocab_size=1, n_layer=1, n_head=1, n_embd=1, n_kv_head=0,
                  head_dim=0, window_size=0, mlp_hidden=0, rope_theta_global=0, kv_latent=0,
-                 act_clamp=0, rope_fraction_global=0, kv_stride=1)
+                 rope_fraction_global=0)
         rope = self.pos_embedding == 'rope'
         self._refuse('n_layer', self.n_layer > MAX_LAYERS, f'must be at most {MAX_LAYERS:,}')
         self._refuse('dropout', not 0 <= self.dropout < 1, 'must be at least 0 and below 1')
@@ -130,6 +126,10 @@ class GPTConfig:
         self._refuse('rope_theta', rope and self.rope_theta <= 0, 'must be positive')
         self._refuse('rope_theta_global', self.rope_theta_global and not rope,
                      f"needs pos_embedding='rope' (it is {self.pos_embedding!r})")
+        rows = max(self.vocab_size, 3 * self.n_head * self.resolved_head_dim,
+                   self.resolved_mlp_hidden, 0 if rope else self.block_size)
+        self._refuse('n_embd', self.n_embd * rows > MAX_MATRIX, 'a matrix of the model would have '
+                     f'{rows:,} rows of that size; allowed are {MAX_MATRIX:,} elements')
         self._check_layers()
         self._check_mechanisms()
 
@@ -210,12 +210,6 @@ class GPTConfig:
             refuse('kv_latent', any(n and kind == 'G' for n, kind in heads),
                    f'a latent has no K/V heads; kv_head_pattern={self.kv_head_pattern!r} has some '
                    'in a global layer')
-        if self.kv_stride > 1:
-            refuse('kv_stride', no_global, for_global)
-            refuse('kv_stride', self.kv_stride > self.block_size,
-                   f'must be at most block_size={self.block_size}')
-            refuse('kv_stride', rope and fraction, 'the mean of a block has no position: set '
-                   f'rope_fraction_global=0 (it is {fraction}) or learned positions')
         refuse('kv_latent', self.kv_latent % D, f'must be a multiple of head_dim={D}')
         refuse('kv_latent', rope and fraction, 'a latent has no RoPE: set rope_fraction_global=0 '
                f'(it is {fraction}) or learned positions')
@@ -248,6 +242,15 @@ def fields_with(name: str, *values) -> tuple[str, ...]:
     """The names of the fields whose metadata `name` is one of the values, or contains one."""
     return tuple(f.name for f in dataclasses.fields(GPTConfig) if f.metadata[name] in values
                  or set(values) & set(f.metadata[name]))
+
+
+def unknown_field(config: GPTConfig, program: str) -> str:
+    """'name=value' of a field that is not `known` to the program nor at its default; '' = none."""
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if value != f.default and program not in f.metadata.get('known', ()):
+            return f'{f.name}={value!r}'
+    return ''
 
 
 # the `model_args` of nanoGPT's checkpoints

@@ -67,7 +67,6 @@ TRAIN = RUN + _keys(
     ('eval_only', False, 'evaluate once and stop'),
     ('always_save_checkpoint', True, 'save after every evaluation, not only improved ones'),
     ('checkpoint_interval', 0, 'also save every so many iterations; 0 = at evaluations only'),
-    ('keep_checkpoints', 1, 'checkpoints to keep: ckpt.pt, then ckpt_ITERATION.pt'),
     ('init_from', 'scratch', "'scratch', 'resume' from out_dir, or GPT-2's weights to finetune",
      ('scratch', 'resume') + GPT2_TYPES, GPT2_FOLDER),
     ('resume_from', 'ckpt.pt', "with init_from='resume': checkpoint in out_dir"),
@@ -85,9 +84,8 @@ TRAIN = RUN + _keys(
 ) + MODEL + _keys(
     ('learning_rate', 6e-4, 'peak learning rate'),
     ('max_iters', 600000, 'iterations to train'),
-    ('optimizer', 'adamw', "'adamw', 'muon' (matrices of blocks; AdamW for the rest), "
-     "'adamw8bit' (torchao)", ('adamw', 'muon', 'adamw8bit')),
-    ('offload_optimizer', False, "with optimizer='adamw': state and update in host memory; slower"),
+    ('optimizer', 'adamw', "'adamw', 'muon' (matrices of blocks; AdamW for the rest)",
+     ('adamw', 'muon')),
     ('muon_momentum', 0.95, "with optimizer='muon': momentum"),
     ('weight_decay', 1e-1, 'weight decay, on matrices only'),
     ('beta1', 0.9, 'AdamW beta1'),
@@ -106,23 +104,16 @@ TRAIN = RUN + _keys(
     ('lr_decay_iters', 600000, 'iteration at which min_lr is reached'),
     ('min_lr', 6e-5, 'lowest learning rate'),
     ('recompute', 'none', "activations to recompute in the backward pass: 'none', 'selective', "
-     "'mlp', 'block', 'every:K' blocks, 'sqrt', 'offload' (to host memory instead), "
-     "'auto' (the fastest that fits)"),
+     "'mlp', 'block', 'every:K' blocks, 'sqrt', 'offload' (to host memory instead)"),
     ('checkpoint_blocks', False, "the same as recompute='block'"),
     ('chunked_loss', True, 'compute large logits and their gradients in chunks, to save memory'),
-    ('memory_budget', '', "with recompute='auto': memory limit, as '8GB'; '' = what is free now"),
     ('memory_report', False, 'before training, report the memory it will take'),
     ('parallel', 'ddp', "under torchrun: 'ddp' (replicas), or 'fsdp' (FSDP2: sharded parameters, "
      'gradients and optimizer state)', ('ddp', 'fsdp')),
     ('backend', 'nccl', "torch.distributed backend: 'nccl' (CUDA) or 'gloo' (CPU)",
      ('nccl', 'gloo')),
 ) + DEVICE + ATTENTION + _keys(
-    ('attention_z_loss', 0.0, 'add this times the mean of logsumexp(attention scores)^2 to the '
-     'gradient of the loss; all scores of a layer exist during its backward pass; 0 = off'),
     ('tf32', True, 'on CUDA: float32 matmuls in TF32, as in nanoGPT'),
-    ('int8_training', False, 'int8 matmuls in the blocks, forward and backward (torchao; CUDA)'),
-    ('int8_forward', False, "round the blocks' weights and inputs in the forward pass as "
-     "weight_dtype='int8' does; gradients pass through"),
     ('compile', True, 'torch.compile the model'),
 )
 
@@ -142,8 +133,8 @@ SOURCE = _keys(
 ) + RUN
 SAMPLE = SOURCE + _keys(
     ('start', '\n', "prompt, or 'FILE:path' of a text file that holds it"),
-    ('prompts', '', 'file of prompts: one a line, or in a .jsonl file one JSON string or object a '
-     'line ({"prompt": "To be", "id": 7, "temperature": 0.5}); answers are JSON lines on stdout'),
+    ('prompts', '', 'file of prompts: one a line, or in a .jsonl file one JSON string or object '
+     '({"prompt": "To be"}) a line; answers are JSON lines on stdout'),
     ('num_samples', 10, 'samples per prompt (with prompts: 1, if not given)'),
     ('parallel', 1, 'samples decoded in one batch (with prompts: up to 16, if not given)'),
     ('max_new_tokens', 500, 'tokens to generate per sample'),
@@ -164,8 +155,8 @@ SAMPLE = SOURCE + _keys(
 ) + JSON + RUNNING
 
 TALKING = SOURCE + _keys(
-    ('user', 'ROMEO', "your name in conversations (role 'user')"),
-    ('reply_as', 'JULIET', "the model's name in conversations (role 'assistant')"),
+    ('user', '', "your name in conversations (role 'user'); '' = USER, or ROMEO in Shakespeare"),
+    ('reply_as', '', "the model's name (role 'assistant'); '' = MODEL, or JULIET in Shakespeare"),
     ('turn', '{name}.\n{text}\n\n', 'template of a turn; what follows {text} ends a reply'),
 )
 CHAT = TALKING + _keys(
@@ -176,8 +167,6 @@ CHAT = TALKING + _keys(
      'or up to 32 times that (at most 8,192) with RoPE and local layers'),
 ) + KV_DTYPE + _keys(
     ('prefix_budget', '256MB', 'host memory for the K/V of earlier turns'),
-    ('prefix_folder', '', "folder that keeps these K/V between runs; '' = recompute them"),
-    ('prefix_disk_budget', '10GB', 'disk space for prefix_folder, files of other models included'),
 ) + RUNNING
 
 SERVE = TALKING + _keys(
@@ -203,10 +192,8 @@ SERVE = TALKING + _keys(
     ('kv_budget', '', "KV memory, as '1GB'; '' = all rows at full length, but at most half of the "
      "machine's memory"),
     ('prefix_budget', '256MB', "host memory for the prefix cache; '' = no prefix cache"),
-    ('prefix_folder', '', "folder that keeps the prefix cache between runs; '' = none"),
     ('shared_prefix', False, "with API keys: requests of different keys reuse each other's "
      'prompts, and can find out what these are'),
-    ('prefix_disk_budget', '10GB', 'disk space for prefix_folder, files of other models included'),
 ) + RUNNING
 
 EVALUATE = SOURCE + _keys(
@@ -233,53 +220,29 @@ KV = _keys(
     ('step_tokens', 8192, "models of Hugging Face: vLLM's max_num_batched_tokens"),
 ) + DATASET + JSON + MODEL
 
-CAPACITY = _keys(
-    ('context', 4096, 'tokens of a conversation before the request'),
-    ('message_tokens', 50, 'tokens of the new message'),
-    ('new_tokens', 150, 'tokens of the answer'),
-    ('hit_rate', 0.95, 'share of the context found in the prefix cache (results/cpu/chat.json)'),
-    ('requests_per_second', 1.0, 'load of the service'),
-    ('away', 60.0, "seconds between a user's messages, during which the K/V is kept"),
-    ('memory', '80GB', 'memory of a GPU'),
-    ('bandwidth', '3.35TB', 'memory bandwidth of a GPU, bytes a second'),
-    ('flops', '400e12', 'matmul FLOPs of a GPU a second'),
-    ('price', 2.5, 'price of a GPU for an hour'),
-    ('tpot', 0.0, 'longest time per output token, in ms; 0 = limited by memory alone'),
-    ('utilization', 0.6, 'share of bandwidth and FLOPs that is reached'),
-    ('vocab_size', 0, "number of token ids; 0 = the data set's, or GPT-2's 50304"),
-    ('kv_dtype', 'bfloat16', 'dtype of K and V', STORED_DTYPES),
-    ('weight_dtype', 'bfloat16', 'dtype of the weights', ('float32', 'bfloat16', 'int8')),
-) + DATASET + JSON + MODEL
-
 BENCH = _keys(
     ('mode', 'train', "what to time: 'train' (whole steps), 'decode' (tokens from a filled cache), "
      "'prefill' (time to first token), 'serve' (continuous against static batching), 'recompute' "
-     "(training steps by policy), 'lengths' (training steps by length), 'kernels' (attention and "
-     "K/V write, CUDA), 'chat' (conversations with a prefix cache)",
-     ('train', 'decode', 'prefill', 'serve', 'recompute', 'lengths', 'kernels', 'chat')),
+     "(training steps by policy), 'kernels' (attention and K/V write, CUDA)",
+     ('train', 'decode', 'prefill', 'serve', 'recompute', 'kernels')),
     ('against', '', "baseline, timed interleaved: 'vanilla' (GPT-2's KV cache, our code; decode, "
-     "prefill, recompute, lengths); in mode decode also 'vanilla_float32', 'float32_kv' (same "
-     "model, float32 cache) or, on the same vanilla weights, 'hf', 'nanogpt' or 'llama.cpp'; in "
-     "train 'nanogpt'; in prefill 'untrimmed' (all tokens in all layers); in prefill and serve "
-     "'vllm'",
-     ('', 'vanilla', 'vanilla_float32', 'float32_kv', 'untrimmed', 'hf', 'nanogpt', 'llama.cpp',
-      'vllm')),
+     "prefill, recompute); in mode decode also 'vanilla_float32', 'float32_kv' (same model, float32 "
+     "cache); in train 'nanogpt'; in prefill 'untrimmed' (all tokens in all layers); in prefill and "
+     "serve 'vllm'",
+     ('', 'vanilla', 'vanilla_float32', 'float32_kv', 'untrimmed', 'nanogpt', 'vllm')),
     ('batch_sizes', '1', "all modes but train: batch sizes, as '1,4,16'"),
     ('contexts', '512', "all modes but train: tokens in the cache, as '1024,4096'; tokens of the "
-     'prompt in prefill, serve and against other programs; of the sequence in recompute, lengths '
-     'or with a budget'),
+     'prompt in prefill and serve; of the sequence in recompute or with a budget'),
     ('steps', 16, 'mode decode: tokens timed in a round'),
     ('repeats', 5, 'all modes but train and kernels: timed rounds, at least 5, after a warm-up'),
 ) + KV_DTYPE + _keys(
     ('prefill_chunk', 0, "mode prefill: tokens per chunk; 0 = one chunk (serve: the engine's)"),
     ('requests', 64, 'mode serve: number of requests'),
-    ('message', 20, 'mode chat, and prefill against vllm: tokens of the timed message'),
-    ('page_sizes', '64', 'mode chat: positions per page of the prefix cache'),
+    ('message', 20, 'prefill against vllm: tokens of the timed message'),
     ('output_lengths', '16,256', 'mode serve: shortest and longest output (log-uniform)'),
     ('budget', '', "mode decode: KV memory to fill, as '1GB'; replaces batch_sizes"),
     ('policies', 'none,selective,mlp,block,sqrt', 'mode recompute: policies to compare'),
-    ('recompute', 'none', 'mode lengths: the policy, as in train.py'),
-    ('chunked_loss', True, 'modes lengths and train (not against nanoGPT): loss in chunks'),
+    ('chunked_loss', True, 'mode train (not against nanoGPT): loss in chunks'),
     ('tune', False, 'mode kernels: also try other layouts of the decode kernel'),
     ('nanogpt', '', 'with against=nanogpt: folder of a nanoGPT checkout'),
     ('save', '', 'also write the JSON document to this file'),
@@ -331,7 +294,7 @@ CONFORM = _keys(
 # program -> its keys, in the order of its --help
 PROGRAMS = {'train': TRAIN, 'sample': SAMPLE, 'bench': BENCH, 'chat': CHAT, 'serve': SERVE,
             'kv': KV, 'memory': MEMORY, 'ablate': ABLATE_ALL, 'convert': MODEL,
-            'conform': MODEL + CONFORM, 'evaluate': EVALUATE, 'capacity': CAPACITY}
+            'conform': MODEL + CONFORM, 'evaluate': EVALUATE}
 
 # Config files are shared: they may set keys of any program, and the other programs ignore them.
 ALL_KEYS = {key.name: key for keys in reversed(PROGRAMS.values()) for key in keys}

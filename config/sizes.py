@@ -30,52 +30,13 @@ def physical_memory() -> int:
         return 0
 
 
-def available_memory(root: Path = Path('/')) -> int:
-    """Return the bytes available without swapping, within the limits of this process's control
-    groups; 0 if unknown. root: parent of proc/ and sys/."""
+def available_memory() -> int:
+    """Return the bytes available without swapping; 0 if unknown."""
     try:
-        meminfo = (root / 'proc/meminfo').read_text()
-        free = int(re.search(r'^MemAvailable:\s*(\d+) kB', meminfo, re.M)[1]) * 1024
+        meminfo = Path('/proc/meminfo').read_text()
+        return int(re.search(r'^MemAvailable:\s*(\d+) kB', meminfo, re.M)[1]) * 1024
     except (OSError, TypeError):  # TypeError: no such line
-        free = physical_memory()
-    limits = [_left_in(folder, *files) for folder, files in _memory_groups(root)]
-    return min((n for n in (free, *limits) if n), default=0)
-
-
-# files with a group's limit and usage, and the key of evictable memory in memory.stat
-CGROUP_V2 = ('memory.max', 'memory.current', 'inactive_file')
-CGROUP_V1 = ('memory.limit_in_bytes', 'memory.usage_in_bytes', 'total_inactive_file')
-
-
-def _memory_groups(root: Path):
-    """Yield (folder, files) for this process's memory control groups and their ancestors, whose
-    limits also apply. In a container the path may be the host's: only the mount exists."""
-    mounted = {'': (root / 'sys/fs/cgroup', CGROUP_V2),
-               'memory': (root / 'sys/fs/cgroup/memory', CGROUP_V1)}
-    yield from mounted.values()
-    try:
-        entries = (root / 'proc/self/cgroup').read_text().splitlines()
-    except OSError:
-        return
-    for entry in entries:
-        _, controllers, path = entry.split(':', 2)
-        inner = Path(path.lstrip('/'))
-        for controller in mounted.keys() & controllers.split(','):
-            folder, files = mounted[controller]
-            yield from ((folder / part, files) for part in (inner, *inner.parents))
-
-
-def _left_in(folder: Path, limit: str, usage: str, evictable: str) -> int:
-    """Return how many more bytes a group may use, at least 1; 0 if it has no limit."""
-    try:
-        limit, usage = (int((folder / name).read_text()) for name in (limit, usage))
-    except (OSError, ValueError):  # no such group, or 'max'
-        return 0
-    if limit > 2 ** 60:  # version 1 writes nearly 2^63 for "no limit"
-        return 0
-    stat = folder / 'memory.stat'
-    cache = re.search(rf'^{evictable} (\d+)$', stat.read_text() if stat.is_file() else '', re.M)
-    return max(1, limit - usage + (int(cache[1]) if cache else 0))
+        return physical_memory()
 
 
 def nice_bytes(n: float) -> str:

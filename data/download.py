@@ -3,6 +3,7 @@
 A download is only used if its sha256 is correct. A failed one leaves no files behind.
 """
 
+import contextlib
 import hashlib
 import http.client
 import subprocess
@@ -18,6 +19,7 @@ from config.errors import UserError
 from config.files import replacing
 
 TIMEOUT = 20.0  # seconds of silence from the server
+HUB_TIMEOUT = 5.0  # seconds until the Hugging Face hub answers
 PIP_TIMEOUT = 600.0  # seconds in total for pip
 
 
@@ -44,6 +46,27 @@ def fetch(url: str, path: Path, sha256: str, hint: str = '') -> None:
         reason = ' '.join(str(error).split()) or type(error).__name__
         raise UserError(f'cannot fetch {url} to {str(path)!r}: {reason}'
                         f'{"; " + hint if hint else ""}') from None
+
+
+def from_hub(repo: str, name: str) -> Path:
+    """Return the path of a file of a model on the Hugging Face hub: in the hub's cache, or newly
+    downloaded. Raises the hub's errors, ImportError if its package is not installed."""
+    import huggingface_hub as hub
+    try:
+        return Path(hub.hf_hub_download(repo, name, local_files_only=True))
+    except Exception:  # noqa: BLE001  they have no common base
+        # without a connection, `hf_hub_download` tries again for half a minute; this does not
+        hub.get_hf_file_metadata(hub.hf_hub_url(repo, name), timeout=HUB_TIMEOUT)
+        return Path(hub.hf_hub_download(repo, name))
+
+
+def check_hub(dataset: str) -> None:
+    """Raise the hub's error if it does not answer: package datasets tries for half a minute. An
+    answer that refuses the file is left to `datasets`, which knows more."""
+    import huggingface_hub as hub
+    url = hub.hf_hub_url(dataset, '.gitattributes', repo_type='dataset')
+    with contextlib.suppress(hub.utils.HfHubHTTPError):
+        hub.get_hf_file_metadata(url, timeout=HUB_TIMEOUT)
 
 
 def fetch_sdist(requirement: str, sha256: str, hint: str) -> bytes:

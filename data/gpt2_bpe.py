@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from config.errors import UserError
-from config.files import replacing, user_cache
+from config.files import make_folders, replacing, user_cache
 from data.download import fetch_sdist, read_checked
 
 REQUIREMENT = 'openai-whisper==20250625'
@@ -99,7 +99,7 @@ def _fetch(why: str) -> bytes:
         member = next(member for member in tar if member.name.partition('/')[2] == MEMBER)
         ranks = tar.extractfile(member).read()
     try:
-        cache_folder().mkdir(parents=True, exist_ok=True)
+        make_folders(cache_folder(), 0o755)
         with replacing(cache_folder() / 'gpt2.tiktoken') as part:
             part.write_bytes(ranks)
     except OSError as error:

@@ -1,16 +1,17 @@
-"""Orders in which to train on a data set's windows; none of them stores a list of windows.
+"""Orders in which to train on a data set's windows.
 
     'random'      drawn with replacement from a generator, as nanoGPT does
     'sequential'  one after another, then again from the beginning
     'shuffled'    each once per epoch, in a different order in every epoch
 """
+import functools
+
 import numpy as np
 import torch
 
 from config.errors import UserError
 
 ORDERS = ('random', 'sequential', 'shuffled')
-ROUNDS = 4
 
 
 class RandomOrder:
@@ -52,42 +53,20 @@ class EpochOrder:
 
     def draw(self, n: int) -> torch.Tensor:
         """(n,) int64, the first tokens of the next n windows."""
-        index = np.arange(self.drawn, self.drawn + n, dtype=np.uint64)
+        epochs, places = np.divmod(np.arange(self.drawn, self.drawn + n), self.n)
         self.drawn += n
-        epochs, places = index // self.n, index % self.n
         if self.seed is not None:
             for epoch in np.unique(epochs):
                 now = epochs == epoch
-                places[now] = permuted(places[now], self.n, self.seed, int(epoch))
-        return torch.from_numpy((places * self.size).astype(np.int64))
+                places[now] = permutation(self.n, self.seed, int(epoch))[places[now]]
+        return torch.from_numpy(places * self.size)
 
 
-def permuted(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
-    """Map `index`, (k,) uint64 below n, by a permutation of range(n) given by seed and epoch.
-
-    A Feistel network over the next power of four, applied until the result is below n (Black and
-    Rogaway 2002, "Ciphers with arbitrary finite domains"), which needs no table.
-    """
-    half = max(1, ((n - 1).bit_length() + 1) // 2)
-    mask, shift = np.uint64(2 ** half - 1), np.uint64(half)
-    base = seed * 0x9E3779B97F4A7C15 + epoch * 0xD1342543DE82EF95
-    keys = [_mixed(np.uint64((base + k) % 2 ** 64)) for k in range(ROUNDS)]
-    found, open_ = index.astype(np.uint64).copy(), np.ones(len(index), bool)
-    while open_.any():
-        left, right = found[open_] >> shift, found[open_] & mask
-        for key in keys:
-            left, right = right, left ^ (_mixed(right ^ key) & mask)
-        found[open_] = left << shift | right
-        open_ = found >= n
-    return found
-
-
-def _mixed(x):
-    """Return splitmix64's output function of x (Steele, Lea and Flood 2014)."""
-    with np.errstate(over='ignore'):
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return x ^ (x >> np.uint64(31))
+@functools.lru_cache(maxsize=1)
+def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
+    """(n,) int64, the order of n windows in an epoch: 80 MB for 10 billion tokens in windows of
+    1,024."""
+    return np.random.default_rng((seed % 2 ** 64, epoch)).permutation(n)
 
 
 def make_order(name: str, n_tokens: int, size: int, generator: torch.Generator, seed: int):

@@ -4,15 +4,12 @@ Ids are uint16, or uint32 if specified in meta.pkl (dtype: 'uint32'), for vocabu
 65,536. A big train split may be in shards train_00000.bin, train_00001.bin, ... instead of
 train.bin.
 
-llm.c and modded-nanogpt begin a file with a header of 256 int32: a magic number, a version and the
-number of tokens. Those with GPT-2's ids (uint16) are read too, whatever their names; without files
-of nanoGPT's names, NAME_train.bin or shards NAME_train_000001.bin, ... with such a header count.
-
 meta.pkl is dict(vocab_size: int, itos: dict[int, str], stoi: dict[str, int]); a GPT-2 BPE dataset
 has none.
 """
 
 import bisect
+import contextlib
 import functools
 import io
 import itertools
@@ -20,7 +17,7 @@ import os
 import pickle
 import re
 import threading
-from collections.abc import Iterable
+import zlib
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,84 +25,54 @@ import numpy as np
 
 from config.errors import UserError, shown
 from config.files import read_bytes
+from data.check import check_files, compare, read_checksums
 from data.plain_pickle import check_pickle
 
 TOKEN_DTYPE = np.dtype('<u2')
 MAX_ID = 65535
 MAX_VOCAB = 2 ** 32  # of uint32 ids
 MAX_META_VOCAB = 2 ** 24  # of meta.pkl: a model gets an embedding for each
-HEADER_BYTES = 256 * 4
-MAGIC, VERSION = 20240520, 1  # of llm.c's files with GPT-2's tokens, in uint16
-LLAMA3_MAGIC = 20240801  # of llm.c's files with Llama 3's tokens, in uint32
+LLM_C = {20240520, 20240801}  # magic numbers of llm.c's files: GPT-2's and Llama 3's tokens
 DTYPES = {'uint16': TOKEN_DTYPE, 'uint32': np.dtype('<u4')}  # by meta.pkl's 'dtype'
 MAX_META_BYTES = 8 * 2**20  # the largest legitimate meta.pkl (65,536 entries) is a few MB
 
 
 def is_prepared(folder: Path) -> bool:
-    """Return whether `folder` has a dataset: train.bin or train_00000.bin (or files of llm.c), and
-    likewise val."""
-    folder = Path(folder)
-    return all(any(os.path.isfile(folder / f'{split}{end}') for end in ('.bin', '_00000.bin'))
-               or llm_c_files(folder, split) for split in ('train', 'val'))
+    """Return whether `folder` has a dataset: train.bin or train_00000.bin, and likewise val."""
+    return all(any(os.path.isfile(Path(folder) / f'{split}{end}') for end in ('.bin', '_00000.bin'))
+               for split in ('train', 'val'))
 
 
 def split_files(folder: Path, split: str) -> list[Path]:
     """Return a split's existing files: `<split>.bin`, then `<split>_<number>.bin` by number."""
-    return _by_number(Path(folder).glob(f'{split}*.bin'), rf'{split}(_\d+)?')
-
-
-def llm_c_files(folder: Path, split: str) -> list[Path]:
-    """Return the files with a header of llm.c whose names are those of `split_files` after a name
-    of their own and '_', by number."""
-    files = _by_number(Path(folder).glob(f'*_{split}*.bin'), rf'.+_{split}(_\d+)?')
-    return [path for path in files if _header(path) is not None]
-
-
-def _by_number(paths: Iterable[Path], pattern: str) -> list[Path]:
-    files = [path for path in paths if path.is_file() and re.fullmatch(pattern, path.stem)]
+    files = [path for path in Path(folder).glob(f'{split}*.bin')
+             if path.is_file() and re.fullmatch(rf'{split}(_\d+)?', path.stem)]
     return sorted(files, key=lambda path: (_number(path), path))
 
 
 def _number(path: Path) -> int:
     """Return the number at the end of a shard's name, -1 if there is none."""
-    found = re.search(r'_(\d+)$', path.stem)
-    return int(found[1]) if found else -1
+    return int(path.stem.partition('_')[2] or -1)
 
 
 def open_split(folder: Path, split: str, vocab_size: int = 0) -> 'TokenSplit':
-    """Open the tokens of a split ('train', 'val'), in one file or in shards, without reading them.
+    """Open the tokens of a split ('train', 'val'), in one file or in shards. A small split is
+    checked for damage (`data.check`), and a large one is not read.
     vocab_size: the model's; 0 = that of meta.pkl, unlimited if there is none.
 
     Raises a UserError that names the file if there is none, there are shards besides `<split>.bin`,
-    a shard number 0, 1, 2, ... is missing or duplicated, or a file is empty or of odd size.
+    a shard number 0, 1, 2, ... is missing or duplicated, or a file is empty, of odd size or not the
+    one that was prepared.
     """
-    folder = Path(folder)
-    single, meta = folder / f'{split}.bin', read_meta(folder)
-    how = dtype_of(meta), vocab_size or (meta or {}).get('vocab_size', 0)
-    files = split_files(folder, split) or llm_c_files(folder, split) or [single]
-    if len(files) == 1 and _number(files[0]) < 0:
-        return TokenSplit(files, *how)  # raises the error for a missing file
-    name = re.sub(r'_?\d*$', '', files[0].stem)
-    for path in files[1:]:
-        if re.sub(r'_?\d*$', '', path.stem) != name:
-            raise UserError(f'{str(path)!r} and {files[0].name!r} are both there; '
-                            'allowed are files of one name: remove the others')
-    if _number(files[0]) < 0:
-        raise UserError(f'{str(files[0])!r} and the shard {files[1].name!r} are both there; '
-                        'allowed is one kind: remove the other')
-    # the number 0 of llm.c's shards is the one for validation
-    first = min(_number(files[0]), 1) if name != split else 0
-    width = len(files[0].stem) - len(name) - 1
+    single, meta = Path(folder) / f'{split}.bin', read_meta(folder)
+    files = split_files(folder, split) or [single]
+    first = -1 if files == [single] else 0
     for number, path in enumerate(files, first):
-        found = _number(path)
-        if found < number:
-            raise UserError(f'{str(path)!r} and {files[number - first - 1].name!r} have the same '
-                            'number; remove one of them')
-        if found > number:
-            raise UserError(f"no shard '{name}_{number:0{width}d}.bin' in {str(folder)!r}, "
-                            f'but {path.name!r}: allowed are shards numbered from {first} without '
-                            'a gap; prepare the dataset again')
-    return TokenSplit(files, *how)
+        if _number(path) != number:
+            raise UserError(f'{str(path)!r} is where shard {number} of {split!r} should be; '
+                            f'allowed are {split}.bin alone, or shards with the numbers 0, 1, ...; '
+                            'prepare the dataset again')
+    return TokenSplit(files, dtype_of(meta), vocab_size or (meta or {}).get('vocab_size', 0))
 
 
 def dtype_of(meta: dict | None) -> np.dtype:
@@ -124,9 +91,8 @@ class TokenSplit:
 
     def __init__(self, files: list[Path], dtype: np.dtype = TOKEN_DTYPE, vocab_size: int = 0):
         self.files, self.dtype, self.vocab_size = list(files), dtype, vocab_size or MAX_VOCAB
-        layouts = [_layout(path, dtype) for path in self.files]
-        self.offsets = [offset for offset, _ in layouts]  # of each file's tokens, in bytes
-        sizes = [count for _, count in layouts]
+        sizes = [_n_tokens(path, dtype) for path in self.files]
+        check_files(self.files)
         self.starts = [0, *itertools.accumulate(sizes)]  # of each file, and the end of the last
         self._lock = threading.Lock()  # threads share each file's position
         self._open = functools.lru_cache(self.MAX_OPEN)(lambda i: open(self.files[i], 'rb'))
@@ -159,7 +125,7 @@ class TokenSplit:
         try:
             with self._lock:
                 file = self._open(i)
-                file.seek(self.offsets[i] + start * size)
+                file.seek(start * size)
                 data = file.read(n * size)
         except OSError as e:
             raise UserError(f'token file {str(self.files[i])!r} cannot be read: '
@@ -174,42 +140,19 @@ class TokenSplit:
         return ids
 
 
-def _layout(path: Path, dtype: np.dtype) -> tuple[int, int]:
-    """Return where the tokens of a file begin, in bytes, and their number."""
+def _n_tokens(path: Path, dtype: np.dtype) -> int:
     if not path.is_file():
         raise UserError(f'no token file {str(path)!r}: run the prepare.py of its dataset first')
-    header, size = _header(path), path.stat().st_size
-    if header is None:
-        if size == 0 or size % dtype.itemsize:
-            raise UserError(f'token file {str(path)!r} has {size} bytes; allowed is a positive '
-                            f'multiple of {dtype.itemsize} ({dtype.name} ids)')
-        return 0, size // dtype.itemsize
-    magic, version, count = header
-    if magic == LLAMA3_MAGIC:
-        raise UserError(f"token file {str(path)!r} has Llama 3's tokens in llm.c's format (magic "
-                        f"{magic}, uint32 ids); allowed are GPT-2's (magic {MAGIC}, uint16 ids)")
-    if version != VERSION or dtype != TOKEN_DTYPE:
-        raise UserError(f"token file {str(path)!r} is in llm.c's format, version {version}, and is "
-                        f"read as {dtype.name}; allowed are version {VERSION} and uint16")
-    if count < 1 or size != HEADER_BYTES + count * dtype.itemsize:
-        raise UserError(f"token file {str(path)!r} is in llm.c's format and has {size} bytes, but "
-                        f'{count} tokens by its header: it is damaged or was cut short')
-    return HEADER_BYTES, count
-
-
-def _header(path: Path) -> tuple[int, int, int] | None:
-    """Return magic number, version and number of tokens of a file with a header of llm.c; None for
-    any other. As tokens, each of the magic numbers would begin with one that GPT-2 does not have.
-    """
-    try:
-        with open(path, 'rb') as file:
-            data = file.read(HEADER_BYTES)
-    except OSError:
-        return None  # reading its tokens will report what is wrong with it
-    if len(data) < HEADER_BYTES:
-        return None
-    magic, version, count = np.frombuffer(data, '<i4', 3).tolist()
-    return (magic, version, count) if magic in (MAGIC, LLAMA3_MAGIC) else None
+    size = path.stat().st_size
+    if size == 0 or size % dtype.itemsize:
+        raise UserError(f'token file {str(path)!r} has {size} bytes; allowed is a positive '
+                        f'multiple of {dtype.itemsize} ({dtype.name} ids)')
+    with contextlib.suppress(OSError), open(path, 'rb') as file:  # `window` reports the error
+        # as tokens, each of these numbers would begin with one that GPT-2 does not have
+        if int.from_bytes(file.read(4), 'little') in LLM_C:
+            raise UserError(f"token file {str(path)!r} has llm.c's header; allowed are ids alone: "
+                            'remove its first 1,024 bytes')
+    return size // dtype.itemsize
 
 
 def read_meta(folder: Path) -> dict | None:
@@ -232,6 +175,7 @@ def read_meta(folder: Path) -> dict | None:
                         'allowed is a pickle of plain dict, str, int') from None
     if problem := meta_problem(meta):
         raise UserError(f'{str(path)!r} is not a valid meta.pkl: {problem}')
+    compare(path, zlib.crc32(data), read_checksums(path.parent))
     return used_keys(meta)
 
 
@@ -263,18 +207,7 @@ def meta_problem(meta: Any) -> str:
         return 'stoi and itos are not inverse to each other'
     if any(not 0 <= i < vocab_size for i in stoi.values()):
         return f'stoi has ids outside 0 to vocab_size-1 = {vocab_size - 1}'
-    if not all(map(is_text, stoi)):
-        return 'stoi has half of a surrogate pair, which is not text'
     return ''
-
-
-def is_text(token: str) -> bool:
-    """Return whether UTF-8 can store `token`."""
-    try:
-        token.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 class _PlainUnpickler(pickle.Unpickler):

@@ -24,16 +24,14 @@ from engine.steps.native import NativeDecode
 from engine.requests.pace import Pace
 from engine.pages.cache import PAGE_SIZE, PagedKVCache
 from engine.pages.table import pages_within
-from engine.requests.params import Completion, SamplingParams
+from engine.requests.params import Completion, SamplingParams, check_prompt, check_tokens
 from engine.prefix.store import PrefixStore
-from engine.prefix.disk import DiskTier, fingerprint
 from engine.requests.sampler import sample_rows
 from engine.requests.scheduler import Request, Scheduler
 from engine.pages.view import RowView, view_of
 from kv.cache import on_device
 
 PREFILL_CHUNK, PREFILL_ALONE = 256, 1024  # while rows decode, and while none does
-DISK_BUDGET = 10 ** 10  # bytes of prefix_folder
 
 
 class Engine:
@@ -46,15 +44,13 @@ class Engine:
         kv_dtype: as in `model.new_cache`.
         kv_budget: bytes of KV memory; 0 = enough for every row at max_seq_len. It covers the
             rings and states of all rows; the rest is for pages of the global slots.
-        page_size: positions per page, rounded up to a multiple of kv_stride.
+        page_size: positions per page.
         prefill_chunk: maximum number of prompt tokens computed in a step; 0 = 256 while rows
             decode, and otherwise 1,024: longer chunks take less time per token.
         slowdown: lower that number so that steps with prompt tokens take about this times as
             long as decode steps alone (`engine.requests.pace`); 0 = it stays, and chunks do not
             depend on the speed of the device.
         prefix_budget: bytes of host memory for the prefix cache (`engine.prefix.store`); 0 = none.
-        prefix_folder: folder for blocks evicted from it and, at `close`, for all blocks; '' = none.
-            Its files, also those of other models, take at most prefix_disk_budget bytes.
         captured: on CUDA, capture decode steps as graphs and replay them (`engine.steps.captured`).
         asynchronous: schedule a step before the tokens of the last one are read, so that events
             come one step later (`engine.requests.flight`); None = if decode steps are captured.
@@ -64,20 +60,20 @@ class Engine:
 
     def __init__(self, model, max_batch_size: int, max_seq_len: int = 0, kv_dtype: str = 'auto', *,
                  kv_budget: int = 0, page_size: int = PAGE_SIZE, prefill_chunk: int = 0,
-                 prefix_budget: int = 0, prefix_folder: str = '',
-                 prefix_disk_budget: int = DISK_BUDGET, tokenizer=None, captured: bool = True,
+                 prefix_budget: int = 0, tokenizer=None, captured: bool = True,
                  asynchronous: bool | None = None, scheduler=Scheduler, slowdown: float = 0.0):
         if max_batch_size < 1 or max_seq_len < 0 or page_size < 1:
             raise UserError(f'max_batch_size={max_batch_size}, max_seq_len={max_seq_len}, '
                             f'page_size={page_size}: must be at least 1')
+        if prefix_budget < 0:
+            raise UserError(f'prefix_budget={prefix_budget}: must be at least 0 bytes')
         self.model, self.tokenizer = model.eval(), tokenizer
         max_seq_len = max_seq_len or model.config.block_size
-        page_size = -(-page_size // model.config.kv_stride) * model.config.kv_stride
         n_pages = pages_within(kv_budget, model.plan, max_batch_size, max_seq_len, page_size,
                                model.resolved_kv_dtype(kv_dtype))
         self.cache = model.new_cache(max_batch_size, max_seq_len, kv_dtype, PagedKVCache,
                                      n_pages=n_pages, page_size=page_size)
-        self.prefix = self._prefix_store(prefix_budget, prefix_folder, prefix_disk_budget)
+        self.prefix = PrefixStore(self.cache, prefix_budget) if prefix_budget else None
         alone = prefill_chunk or PREFILL_ALONE
         prefill_chunk = prefill_chunk or PREFILL_CHUNK
         self.pace = Pace(prefill_chunk, slowdown) if slowdown else None
@@ -96,22 +92,6 @@ class Engine:
         self._inboxes: dict[int, deque[Event]] = {}  # of streamed requests, by number
         self._submitted = 0
         self.held_peak = 0                           # largest `PagedKVCache.held_nbytes` so far
-
-    def _prefix_store(self, budget, folder, disk_budget):
-        if budget < 0 or (folder and not budget):
-            raise UserError(f'prefix_budget={budget}: bytes of host memory are needed' +
-                            ', for a prefix_folder too' * bool(folder))
-        disk = None
-        if folder:
-            model = fingerprint(self.model, self.cache.kv_dtype, self.cache.table.page_size,
-                                self.cache.max_seq_len)
-            disk = DiskTier(folder, model, disk_budget)
-        return PrefixStore(self.cache, budget, disk=disk) if budget else None
-
-    def close(self) -> None:
-        """Write the prefix cache to `prefix_folder`, if there is one."""
-        if self.prefix:
-            self.prefix.close()
 
     @property
     def n_unfinished(self) -> int:
@@ -162,12 +142,8 @@ class Engine:
 
     def _check(self, ids, params):
         vocab_size = self.model.config.vocab_size
-        if not ids:
-            raise UserError('the prompt has no tokens: give at least one')
-        for what, tokens in (('the prompt has token', ids), ('stop token', params.stop_tokens)):
-            wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
-            if wrong is not None:
-                raise UserError(f'{what} {wrong}: the model has tokens 0 to {vocab_size - 1}')
+        check_prompt(ids, vocab_size)
+        check_tokens('stop token', params.stop_tokens, vocab_size)
         if params.stop and self.tokenizer is None:
             raise UserError(f'stop={params.stop!r}: stop texts need an engine with a tokenizer')
         self.scheduler.check(len(ids), params.max_new_tokens)

@@ -12,7 +12,7 @@ conversion cannot change are printed, and stay as they were. The converted model
 worse until it is trained more: the GQA paper (Ainslie et al. 2023) needs 5% of the original steps.
 The new checkpoint is at iteration 0, without optimizer state.
 """
-from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
+from config import startup  # noqa: F401  # isort: skip  (before torch is imported)
 import dataclasses
 import sys
 from pathlib import Path
@@ -45,9 +45,6 @@ def convert_weights(weights: dict, old: GPTConfig, new: GPTConfig) -> dict:
         own = [slot.n_kv_head * slot.head_dim] * (2 - slot.tied)
         groups = n_kv_head, slot.n_kv_head // n_kv_head, -1
         prefix = f'transformer.h.{now.index}.attn.'
-        if slot.stride > 1 and now.owns:
-            biases = weights[prefix + 'block_bias']
-            out[prefix + 'block_bias'] = biases.unflatten(0, groups).mean(1).flatten()
         for name in (prefix + 'c_attn.weight', prefix + 'c_attn.bias'):
             if name in weights and was.owns:
                 q, *kv = weights[name].split([q_rows, *own])

@@ -10,7 +10,7 @@ first window that contains it, so after the first window each has at least conte
 of context. With byte pairs the text follows <|endoftext|>; with a character tokenizer, the
 first character is not predicted and not counted. Line ends are one byte, as in the data sets.
 """
-from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
+from config import startup  # noqa: F401  # isort: skip  (before torch is imported)
 import itertools
 import json
 import math

@@ -9,7 +9,7 @@ of interop/modeling_nanokv.py and (as configuration_nanokv.py) interop/nanokv_vl
 trust_remote_code runs: read them. A vanilla model becomes a plain GPT2LMHeadModel, which needs no
 such files.
 """
-from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
+from config import startup  # noqa: F401  # isort: skip  (before torch is imported)
 import argparse
 import shutil
 import sys
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from config.errors import UserError
-from config.gpt_config import NANOGPT_FIELDS, GPTConfig, fields_with, model_args
+from config.gpt_config import NANOGPT_FIELDS, GPTConfig, model_args, unknown_field
 from configurator import run_program
 from data.datasets import DATA_ROOT
 from interop.huggingface import GELUS, TRANSPOSED, derived_keys
@@ -79,9 +79,8 @@ def hf_model(model, dtype: torch.dtype = torch.float32, end: int | None = None,
         package = e.name or 'a newer transformers'
         raise UserError(f"exporting needs {package}: pip install -e '.[export]'") from e
     config, weights = model.config, model.state_dict()
-    for name, value in model_args(config).items():
-        if name not in fields_with('known', 'export'):
-            raise UserError(f'{name}={value!r} is not supported by interop.export')
+    if unknown := unknown_field(config, 'export'):
+        raise UserError(f'{unknown} is not supported by interop.export')
     if any(layer.window == 1 for layer in model.plan.layers):
         raise UserError('window_size=1 cannot be exported: the caches of transformers need 2 or '
                         'more')

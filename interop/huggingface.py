@@ -14,14 +14,14 @@ from config import files
 from config.errors import UserError, shown
 from config.gpt_config import GPTConfig
 from config.schema import GPT2_FOLDER, GPT2_TYPES
+from data.download import from_hub
 from kv.plan import LOCAL, plan_kv
 from model import GPT
-from training.checkpoint import MASKS, config_of
+from training.checkpoint import MASKS, check_dtype, config_of
 from training.load_model import check_layers
 
 TRANSPOSED = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight')
 GELUS = {'gelu_new': 'tanh', 'gelu_pytorch_tanh': 'tanh', 'gelu': 'exact'}
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Defaults of transformers' GPT2Config: sizes, and options that have only one value in our model
 SIZES = {'n_layer': 12, 'n_head': 12, 'n_embd': 768, 'n_positions': 1024, 'vocab_size': 50257}
 ONLY = {'model_type': 'gpt2', 'layer_norm_epsilon': 1e-5, 'scale_attn_weights': True,
@@ -48,7 +48,7 @@ def from_pretrained(source: str, override_args: dict | None = None) -> GPT:
     peak memory is about one model. Unlike nanoGPT's, it uses no random numbers.
 
     source: 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder with config.json and
-        model.safetensors (or shards and an index). A folder named gpt2 is './gpt2'.
+        *.safetensors, all of which are read. A folder named gpt2 is './gpt2'.
     override_args: only 'dropout' and 'gelu' are allowed.
     Raises:
         UserError (a ValueError): if the source does not exist, the hub is unreachable, a package is
@@ -56,7 +56,7 @@ def from_pretrained(source: str, override_args: dict | None = None) -> GPT:
     """
     overrides = dict(override_args or {})
     _check_overrides(overrides)
-    load_file = _import('safetensors.torch').load_file
+    _import('safetensors')
     if source not in GPT2_TYPES and not Path(source).is_dir():
         raise UserError(f'{source!r} is neither {", ".join(map(repr, GPT2_TYPES))} nor a folder: '
                         f'give one of these, or {GPT2_FOLDER}')
@@ -70,12 +70,19 @@ def from_pretrained(source: str, override_args: dict | None = None) -> GPT:
         print(f"overriding {name}{' rate' * (name == 'dropout')} to {value}")
     config = dataclasses.replace(config, **overrides)
     untied = raw.get('tie_word_embeddings') is False
-    tensors = _open(folder, load_file)
+    tensors = _read_tensors(folder)
     if raw.get('model_type') == 'nanokv':
         return _load(config, tensors, folder, untied, transposed=())
-    stored = dataclasses.replace(config, bias=True)  # GPT2LMHeadModel always has biases
-    model = _load(stored, tensors, folder, untied, TRANSPOSED)
-    return model if config.bias else _without_biases(model, folder)
+    if not config.bias:  # GPT2LMHeadModel always has biases; those of an exported model are zero
+        biases = [name for name in tensors if name.endswith('.bias')]
+        nonzero = [name for name in biases if tensors[name].any()]
+        if nonzero:
+            print(f'Note: {folder} was exported without biases, but now has some ({nonzero[0]}): '
+                  'bias=True')
+            config = dataclasses.replace(config, bias=True)
+        else:
+            tensors = {name: x for name, x in tensors.items() if name not in biases}
+    return _load(config, tensors, folder, untied, TRANSPOSED)
 
 
 def _check_overrides(overrides):
@@ -97,14 +104,10 @@ def _import(name):
 
 
 def _download(model_type):
-    hub = _import('huggingface_hub')
+    _import('huggingface_hub')
     repo = f'openai-community/{model_type}'
-    names = ['config.json', 'model.safetensors']
     try:
-        try:  # the cache first: offline, asking the hub would cost a minute of retries
-            paths = [hub.hf_hub_download(repo, name, local_files_only=True) for name in names]
-        except Exception:
-            paths = [hub.hf_hub_download(repo, name) for name in names]
+        paths = [from_hub(repo, name) for name in ('config.json', 'model.safetensors')]
     except Exception as e:  # network libraries raise nearly anything
         raise UserError(f'{repo} cannot be downloaded from the Hugging Face hub '
                         f'({_reason(e.__cause__ or e)}): check the connection; or save the model '
@@ -132,13 +135,17 @@ def read_json(path):
     return raw
 
 
-def _open(folder, load_file):
-    """Return {name: tensor} of the weights, mapped from their files. Names are without the prefix
-    `transformer.`, which only GPT2LMHeadModel has. Omits masks."""
-    tensors = {}
-    for path in _weight_files(folder):
+def _read_tensors(folder):
+    """Return {name: tensor} of all *.safetensors, mapped from the files. Names are without the
+    prefix `transformer.`, which only GPT2LMHeadModel has. Omits masks."""
+    from safetensors.torch import load_file
+    tensors, paths = {}, sorted(folder.glob('*.safetensors'))
+    if not paths:  # pickles are not read: they can run code
+        raise UserError(f'no *.safetensors in {folder}: must be {GPT2_FOLDER}, as written by '
+                        "transformers' model.save_pretrained(folder, safe_serialization=True)")
+    for path in paths:
         if not path.is_file():  # opening a FIFO would wait forever
-            raise UserError(f'{path} is missing, or not a regular file')
+            raise UserError(f'{path} is not a regular file')
         try:
             stored = load_file(path)
         except Exception as e:  # SafetensorError, OSError
@@ -151,25 +158,6 @@ def _open(folder, load_file):
             if not MASKS.fullmatch(name):
                 tensors[name] = x
     return tensors
-
-
-def _weight_files(folder):
-    single, index = folder / 'model.safetensors', folder / 'model.safetensors.index.json'
-    if single.exists():
-        return [single]
-    if index.exists():
-        weight_map = read_json(index).get('weight_map')
-        names = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
-        if not names or any(Path(name).name != name for name in names):
-            raise UserError(f'{index} has no usable weight_map: it must map names of tensors to '
-                            'files beside it')
-        return [folder / name for name in sorted(names)]
-    pickles = sorted(path.name for path in folder.glob('*.bin'))
-    if pickles:
-        raise UserError(f'{folder} has weights only as a pickle ({pickles[0]}), which can run code '
-                        'when read: convert it with transformers\' '
-                        'model.save_pretrained(folder, safe_serialization=True)')
-    raise UserError(f'no {single.name} (or {index.name}) in {folder}: must be {GPT2_FOLDER}')
 
 
 def _read_config(raw, path):
@@ -213,7 +201,7 @@ def _architecture(config) -> tuple:
     """The part that GPT2Config can express; different GPTConfigs may mean the same architecture."""
     return (plan_kv(config), config.resolved_mlp_hidden, config.gelu, config.pos_embedding,
             config.block_size, config.n_embd, config.qk_norm, config.kv_quant_train,
-            config.attn_sink, config.act_clamp)
+            config.attn_sink)
 
 
 def _gpt2_config(raw, path):
@@ -239,7 +227,7 @@ def _gpt2_config(raw, path):
 
 
 def _load(config, tensors, folder, untied, transposed):
-    """Return the model with the tensors from `_open`. untied: the file must have an lm_head.
+    """Return the model with these tensors. untied: the file must have an lm_head.
     transposed: suffixes of the names of matrices stored with input rows first."""
     check_layers(config, tensors, str(folder))
     with torch.device('meta'):  # allocates nothing and uses no random numbers
@@ -259,21 +247,6 @@ def _load(config, tensors, folder, untied, transposed):
     return model
 
 
-def _without_biases(model, folder):
-    """Return the model without its biases, if they are all zero, as after export."""
-    weights = model.state_dict()
-    nonzero = [name for name, x in weights.items() if name.endswith('.bias') and x.any()]
-    if nonzero:
-        print(f'Note: {folder} was exported without biases, but now has some ({nonzero[0]}): '
-              'bias=True')
-        return model
-    with torch.device('meta'):
-        plain = GPT(dataclasses.replace(model.config, bias=False))
-    plain.load_state_dict({name: weights[name] for name in plain.state_dict()}, assign=True)
-    plain.transformer.wte.weight = plain.lm_head.weight
-    return plain
-
-
 def _check_tensors(wanted, tensors, folder, untied, transposed):
     """Check names, shapes and dtypes before anything large is allocated."""
     head = {'lm_head.weight'}
@@ -289,6 +262,4 @@ def _check_tensors(wanted, tensors, folder, untied, transposed):
         expected = expected[::-1] if name.endswith(transposed) else expected
         if shape != expected:
             raise UserError(f'{folder}: {name} is {shape}, config.json says {expected}')
-        if x.dtype not in DTYPES:
-            raise UserError(f'{folder}: {name} is stored as {x.dtype}: '
-                            f'allowed are {", ".join(map(str, DTYPES))}')
+        check_dtype(folder, name, x.dtype)

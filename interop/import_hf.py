@@ -7,7 +7,7 @@
 Weights exported in float32 come back bit for bit. The checkpoint is at iteration 0, without
 optimizer state.
 """
-from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
+from config import startup  # noqa: F401  # isort: skip  (before torch is imported)
 import argparse
 import dataclasses
 from pathlib import Path

@@ -62,10 +62,6 @@ def norm_and_rotate(x, norm, rope):
     return x if rope is None else rotate(x, *rope)
 
 
-def clamped(x, limit: float):
-    return x.clamp(-limit, limit) if limit else x
-
-
 def offset_keys(k):
     """Keys (B, Hkv, S, D) whose slower rotated half is that of the token before, 0 at the first."""
     fast, slow = k.unflatten(-1, (2, 2, -1)).unbind(-2)               # (B, Hkv, S, 2, D/4)
@@ -109,7 +105,7 @@ class NanoKVAttention(nn.Module):
         self.c_attn = nn.Linear(width, sum(self.head_counts) * head_dim, bias=bias)
         self.c_proj = nn.Linear(n_head * head_dim, width, bias=bias)
         self.gate = nn.Linear(width, n_head) if config.field('attn_gate') else None
-        self.resid_dropout, self.clamp = nn.Dropout(self.dropout), config.field('act_clamp')
+        self.resid_dropout = nn.Dropout(self.dropout)
         qk_norm = config.field('qk_norm')
         self.q_norm = nn.RMSNorm(head_dim, eps=1e-6) if qk_norm else None
         width_of_k = self.latent or head_dim
@@ -122,7 +118,6 @@ class NanoKVAttention(nn.Module):
     def forward(self, x, kv=None, rope=None, past_key_values=None, mask=None, kept=None, **kwargs):
         """x (B, t, C) -> (B, t, C), the K and V (B, Hkv, S, D) that this layer's readers use, and
         the attention weights, if the attention function returns them."""
-        x = clamped(x, self.clamp)
         heads = self.c_attn(x).unflatten(-1, (-1, self.head_dim))
         q, *own = heads.transpose(1, 2).split(self.head_counts, dim=1)
         q = norm_and_rotate(q, self.q_norm, rope)
@@ -145,7 +140,7 @@ class NanoKVAttention(nn.Module):
         if self.gate is not None:
             y = y * self.gate(x).sigmoid().transpose(1, 2)[..., None]
         y = y.transpose(1, 2).flatten(2)
-        return self.resid_dropout(self.c_proj(clamped(y, self.clamp))), kv, weights
+        return self.resid_dropout(self.c_proj(y)), kv, weights
 
     def keys_and_values(self, own, rope, cache, kept):
         """Append an owner's K and V to the cache, and return those of all S positions."""
@@ -205,11 +200,10 @@ class NanoKVMLP(nn.Module):
         self.gelu = {'exact': nn.GELU(), 'tanh': nn.GELU(approximate='tanh'),
                      'relu2': ReLUSquaredActivation()}[config.field('gelu')]
         self.c_proj = nn.Linear(hidden, width, bias=bias)
-        self.dropout, self.clamp = nn.Dropout(config.field('dropout')), config.field('act_clamp')
+        self.dropout = nn.Dropout(config.field('dropout'))
 
     def forward(self, x):
-        x = self.gelu(self.c_fc(clamped(x, self.clamp)))
-        return self.dropout(self.c_proj(clamped(x, self.clamp)))
+        return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
 
 
 class NanoKVBlock(GradientCheckpointingLayer):

@@ -4,7 +4,6 @@ from pathlib import Path
 from config.errors import UserError
 from data.bpe import byte_letters, check_ids, learned_encoding
 from data.gpt2_bpe import END_OF_TEXT
-from data.tokenfiles import is_text
 from data.tokenizer import BPETokenizer, CharTokenizer
 from interop.huggingface import read_json
 
@@ -49,8 +48,6 @@ def _tokenizer_of(document: dict) -> CharTokenizer | BPETokenizer | None:
         return None
     if model.get('type') == 'WordLevel' and all(len(c) == 1 for c in stoi):
         check_ids(stoi)
-        if not all(map(is_text, stoi)):
-            raise UserError('it has half of a surrogate pair, which is not text')
         return CharTokenizer(stoi, {i: c for c, i in stoi.items()},
                              max(stoi.values(), default=0) + 1)
     letters = {letter: chr(byte) for byte, letter in byte_letters().items()}

@@ -12,6 +12,7 @@
 """
 import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -20,12 +21,17 @@ from config.errors import UserError, at_least
 from config.gpt_config import GPTConfig
 from config.schema import KV, MODEL
 from config.sizes import nice_bytes, parse_bytes
-from kv.capacity import WEIGHT_BYTES, parameters, prefill_flops, vocabulary
+from data.datasets import DATA_ROOT
+from data.recall.tasks import task_of
+from data.tokenfiles import is_prepared, read_meta
+from kv.counts import note_uncounted, parameters, prefill_flops
 from kv.plan import plan_kv
 from kv.report import REPORTED_DTYPES, account
 from kv.svg import plan_svg
 
 OF_OTHERS = 'like', 'page_size', 'step_tokens'
+GPT2_VOCAB = 50304  # padded, as nanoGPT does
+WEIGHT_BYTES = {'bfloat16': 2, 'float32': 4, 'int8': 1}
 
 
 def main(argv=None):
@@ -60,6 +66,7 @@ def describe_plan(saved: list[str], s) -> dict:
     plan, T = plan_kv(config), s.max_seq_len or config.block_size
     at_least(s, max_seq_len=0, batch=1)
 
+    note_uncounted(config)
     n = parameters(config, plan)
     sizes = {dtype: n * size for dtype, size in WEIGHT_BYTES.items()}
     flops, untrimmed = (prefill_flops(config, plan, T, trim=trim) / T for trim in (True, False))
@@ -98,6 +105,22 @@ def describe_plan(saved: list[str], s) -> dict:
     return document
 
 
+def vocabulary(s) -> int:
+    """Return the vocabulary size of the data set in the settings; GPT-2's padded one if the data
+    set has GPT-2's tokens, if none is given, or with a note if it is not prepared."""
+    folder = DATA_ROOT / s.dataset
+    if 'dataset' not in s.given:
+        return GPT2_VOCAB
+    if task := task_of(s):
+        return task.vocab_size
+    if meta := read_meta(folder):
+        return meta['vocab_size']
+    if not is_prepared(folder):
+        print(f'Note: data set {s.dataset!r} is not prepared, so its vocabulary is unknown; '
+              f"assumed are GPT-2's {GPT2_VOCAB:,} tokens")
+    return GPT2_VOCAB
+
+
 def describe(where: str, s) -> dict:
     """Print the account of somebody's model, and return it."""
     from kv.console import output
@@ -132,8 +155,12 @@ def saved_config(path: Path) -> GPTConfig:
     try:
         return config_of(read_file(path, mmap=True), path)
     except Exception:  # cannot be memory-mapped; if damaged, the loader says so
-        return config_of(load_checkpoint(path, whole=False), path)
+        return config_of(load_checkpoint(path), path)
 
 
 if __name__ == '__main__':
+    # transformers imports torchao where it is installed, which prints warnings; not needed here
+    sys.modules['torchao'] = None
+    os.environ |= {'TRANSFORMERS_VERBOSITY': 'error', 'HF_HUB_VERBOSITY': 'error',
+                   'HF_HUB_DISABLE_PROGRESS_BARS': '1'}
     configurator.run_program(main)

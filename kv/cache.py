@@ -63,7 +63,7 @@ class UniformStep(Step):
 
     def attend(self, q, visible, layer, sink):
         [kv] = visible
-        return attend_chunk(q, kv, layer, sink, self.t, self.starts[0])
+        return attend_chunk(q, kv, layer, sink, self.t)
 
 
 class RaggedChunk(Step):
@@ -86,8 +86,8 @@ class RaggedChunk(Step):
 
     def attend(self, q, visible, layer, sink):
         y = torch.zeros_like(q)
-        for (batch, n, _, start), kv in zip(self.chunks, visible):
-            y[batch, :, :n] = attend_chunk(q[batch, :, :n], kv, layer, sink, n, start)
+        for (batch, n, *_), kv in zip(self.chunks, visible):
+            y[batch, :, :n] = attend_chunk(q[batch, :, :n], kv, layer, sink, n)
         return y
 
 
@@ -111,7 +111,7 @@ class RaggedToken(RaggedChunk):
 
     def attend(self, q, visible, layer, sink):
         kv, kv_lens = visible
-        return cached_attention(q, *kv, kv_lens=kv_lens, sink=sink)
+        return cached_attention(q, *kv, kv_lens=kv_lens, window=layer.mask, sink=sink)
 
 
 def make_step(t: int, lens: list[int], starts: list[int], rows: list[int], device) -> Step:
@@ -145,15 +145,12 @@ class KVCache:
         self.torch_dtype = torch.uint8 if kv_dtype == 'int4' else getattr(torch, kv_dtype)
         self.compute_dtype, self.device = compute_dtype, torch.device(device)
         self.stores = [self._new_store(slot) for slot in plan.slots]
-        # what rows hold beside stored K and V: slot -> half of the last key (`previous_key`), and
-        # slot -> the mean of the block that has begun (`block_means`)
+        # what rows hold beside stored K and V: slot -> half of the last key (`previous_key`)
         floating = self.torch_dtype if self.torch_dtype.is_floating_point else torch.float32
-        wide = torch.promote_types(floating, torch.float32)
-        self.last_keys = {slot.index: self._new_state(slot, slot.head_dim // 2, floating)
+        self.last_keys = {slot.index: KVStore(batch_size, slot.n_kv_head, 1, slot.head_dim // 2,
+                                              floating, compute_dtype, self.device, tied=True)
                           for slot in plan.slots if slot.offset}
-        self.begun_blocks = {slot.index: self._new_state(slot, slot.width, wide)
-                             for slot in plan.slots if slot.stride > 1}
-        self.states = [*self.last_keys.values(), *self.begun_blocks.values()]
+        self.states = list(self.last_keys.values())
         self._lengths = [0] * batch_size
         self._step = None        # appends the current tokens
         self._visible = {}       # slot -> what this step's `append` returned
@@ -164,14 +161,7 @@ class KVCache:
         options = (self.torch_dtype, self.compute_dtype, self.device, slot.tied)
         if slot.kind == LOCAL:
             return RingStore(slot.window, *shape, *options)
-        if slot.stride > 1:
-            from kv.blocks import BlockStore
-            return BlockStore(slot.stride, *shape, *options)
         return GlobalStore(*shape, *options)
-
-    def _new_state(self, slot: Slot, width: int, dtype: torch.dtype) -> KVStore:
-        return KVStore(self.batch_size, slot.n_kv_head, 1, width, dtype, self.compute_dtype,
-                       self.device, tied=True)
 
     @property
     def nbytes(self) -> int:
@@ -243,13 +233,6 @@ class KVCache:
         for batch, n, rows, _ in step.chunks:
             x[rows] = new[batch, :, n - 1:n]
         return before
-
-    def block_means(self, layer: Layer, x: torch.Tensor, biases: torch.Tensor) -> torch.Tensor:
-        """An owner's new keys and values, x (B, Hkv, t, D), as means of blocks, some of which began
-        before them: `kv.blocks.extend_means`."""
-        from kv.blocks import extend_means
-        states = self.begun_blocks[layer.slot].tensors[0]
-        return extend_means(states, self._step, x, biases)
 
     def _append(self, store: KVStore, new):
         """Write encoded K, V of this step. Returns what `_attend` needs of them."""
@@ -352,13 +335,10 @@ def slice_tokens(new, batch, n):
     return new if whole else tuple(x[batch, :, :n] for x in new)
 
 
-def attend_chunk(q, kv, layer: Layer, sink, t: int, start: int):
-    """Attention of t tokens from position `start`, or of only their last one, q (B, H, 1, D), to
-    encoded K, V that end with theirs. Copies have the same layout however the sequence was split,
+def attend_chunk(q, kv, layer: Layer, sink, t: int):
+    """Attention of t tokens, or of only their last one, q (B, H, 1, D), to encoded K, V that end
+    with theirs. Copies have the same layout however the sequence was split,
     so the results are the same."""
-    if layer.stride > 1:
-        from kv.blocks import attend_blocks
-        return attend_blocks(q, kv, layer.stride, sink, t, start)
     if q.size(2) < t:  # the last `window` keys, or all
         kv = [x[:, :, -layer.window:].clone(memory_format=torch.contiguous_format) for x in kv]
-    return cached_attention(q, *kv, window=layer.window, sink=sink)
+    return cached_attention(q, *kv, window=layer.mask or layer.window, sink=sink)

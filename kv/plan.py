@@ -28,14 +28,15 @@ KV_DTYPES = {'float64': (8, 0), 'float32': (4, 0), 'bfloat16': (2, 0), 'float16'
 
 @dataclass(frozen=True)
 class Layer:
-    """KV settings of one transformer block. `window` is 0 in global layers; `stride` is that of
-    its slot."""
+    """KV settings of one transformer block. `window` is 0 in global layers. mask: 0, or
+    in a global layer a function (q_pos, k_pos) -> which of the keys up to its own a query sees, for
+    ints and tensors."""
     index: int
     kind: str
     window: int
     slot: int
     owns: bool
-    stride: int = 1
+    mask: object = 0
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,6 @@ class Slot:
 
     tied: K = V, one tensor. latent: that tensor is a latent of width head_dim, from which each
     layer makes K and V. offset: half of a key is of the token before, which needs a state.
-    stride: tokens in a block, for which one entry is stored: their mean. The block that a row has
-    begun is the last entry; its mean so far is another state, not rounded.
     """
     index: int
     kind: str
@@ -57,40 +56,25 @@ class Slot:
     tied: bool = False
     latent: bool = False
     offset: bool = False
-    stride: int = 1
 
     def capacity(self, max_seq_len: int) -> int:
-        """Entries stored for a sequence of `max_seq_len`: one for each position or block, or a ring
-        of the last `window`."""
-        if self.kind == LOCAL:
-            return min(self.window, max_seq_len)
-        return -(-max_seq_len // self.stride)
+        """Positions stored for a sequence of `max_seq_len`: all, or a ring of the last `window`."""
+        return min(self.window, max_seq_len) if self.kind == LOCAL else max_seq_len
 
     def positions(self, length: int, max_seq_len: int) -> list[int]:
-        """Position at each index in use after `length` tokens; a ring has p at p % capacity. For a
-        block it is its last one so far."""
-        n, stride = self.capacity(max_seq_len), self.stride
-        if stride > 1:
-            return [min(end, length) - 1 for end in range(stride, length + stride, stride)]
+        """Position at each index in use after `length` tokens; a ring has p at p % capacity."""
+        n = self.capacity(max_seq_len)
         return [length - 1 - (length - 1 - i) % n for i in range(min(length, n))]
 
     def position_nbytes(self, kv_dtype: str) -> int:
-        """Bytes of K and V (and their scales) of one entry: 2 * Hkv * (D * element + scale)."""
+        """Bytes of K and V (and their scales) of one position: 2 * Hkv * (D * element + scale)."""
         element, scale = KV_DTYPES[checked_dtype(kv_dtype)]
         return (2 - self.tied) * self.n_kv_head * int(self.head_dim * element + scale)
 
     def state_nbytes(self, kv_dtype: str) -> int:
-        """Bytes per sequence of half a key, in float32 if the cache is quantized, and of the block
-        that has begun, in float32 or more."""
+        """Bytes per sequence of half a key, in float32 if the cache is quantized."""
         element, scale = KV_DTYPES[checked_dtype(kv_dtype)]
-        half_key = self.offset * self.head_dim // 2 * (4 if scale else element)
-        block = self.width * max(4, element) if self.stride > 1 else 0
-        return self.n_kv_head * (half_key + block)
-
-    @property
-    def width(self) -> int:
-        """Width of K and V of a head together."""
-        return self.head_dim if self.tied else 2 * self.head_dim
+        return self.offset * self.n_kv_head * self.head_dim // 2 * (4 if scale else element)
 
     def nbytes(self, batch: int, max_seq_len: int, kv_dtype: str) -> int:
         """Bytes for `batch` sequences of up to `max_seq_len` tokens."""
@@ -144,8 +128,8 @@ class KVPlan:
         """The factor by which each setting shrinks the cache, relative to vanilla GPT-2.
 
         heads * window * sharing is the ratio at equal dtype; times dtype, the ratio against vanilla
-        in `against`. 'heads' includes tied K and V and latents, 'window' blocks of a stride. The
-        window precedes sharing; if max_seq_len <= window, it saves nothing.
+        in `against`. 'heads' includes tied K and V and latents. The window precedes
+        sharing; if max_seq_len <= window, it saves nothing.
         """
         vanilla, slots = self.vanilla(), [self.slots[layer.slot] for layer in self.layers]
         full = vanilla.nbytes(1, max_seq_len, kv_dtype)
@@ -177,8 +161,7 @@ def plan_kv(config: GPTConfig) -> KVPlan:
             members.append([])
         slot = slot_of[key]
         members[slot].append(i)
-        stride = config.kv_stride if kind == GLOBAL else 1
-        layers.append(Layer(i, kind, windows[place], slot, owns, stride))
+        layers.append(Layer(i, kind, windows[place], slot, owns))
     slots = tuple(_slot(config, index, [layers[i] for i in of_slot])
                   for index, of_slot in enumerate(members))
     n_kv_head = max((slot.n_kv_head for slot in slots if not slot.latent),
@@ -196,7 +179,7 @@ def _slot(config: GPTConfig, index: int, layers: list[Layer]) -> Slot:
                 n_kv_head=1 if latent else heads,
                 head_dim=latent or config.resolved_head_dim, latent=latent > 0,
                 tied=latent > 0 or config.kv_tied in ('all', owner.kind),
-                offset=config.key_offset and owner.kind == GLOBAL, stride=owner.stride)
+                offset=config.key_offset and owner.kind == GLOBAL)
 
 
 def span(numbers: set[int]) -> str:

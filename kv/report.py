@@ -16,8 +16,7 @@ def account(plan: KVPlan, batch: int, max_seq_len: int, kv_dtype: str,
     kv_bytes = plan.nbytes(batch, max_seq_len, kv_dtype) if allocated is None else allocated
     same = vanilla.nbytes(batch, max_seq_len, kv_dtype)
     bf16 = vanilla.nbytes(batch, max_seq_len, 'bfloat16')
-    n = max(slot.stride for slot in plan.slots)  # tokens, for which a slot grows alike anywhere
-    further = plan.nbytes(1, max_seq_len + n, kv_dtype) - plan.nbytes(1, max_seq_len, kv_dtype)
+    further = plan.nbytes(1, max_seq_len + 1, kv_dtype) - plan.nbytes(1, max_seq_len, kv_dtype)
     return {
         'batch': batch, 'max_seq_len': max_seq_len, 'kv_dtype': kv_dtype,
         'kv_bytes': kv_bytes, 'kv_bytes_counted': 'planned' if allocated is None else 'allocated',
@@ -25,7 +24,7 @@ def account(plan: KVPlan, batch: int, max_seq_len: int, kv_dtype: str,
         'kv_ratio': same / kv_bytes, 'kv_ratio_bf16': bf16 / kv_bytes,
         'factors': plan.factors(max_seq_len, kv_dtype),
         'n_head': plan.n_head, 'n_kv_head': plan.n_kv_head,
-        'bytes_per_token': kv_bytes / (batch * max_seq_len), 'bytes_per_further_token': further / n,
+        'bytes_per_token': kv_bytes / (batch * max_seq_len), 'bytes_per_further_token': further,
         'slots': [slot_row(plan, slot, batch, max_seq_len, kv_dtype) for slot in plan.slots],
     }
 
@@ -35,7 +34,6 @@ def slot_row(plan, slot, batch, max_seq_len, kv_dtype) -> dict:
     capacity = slot.capacity(max_seq_len)
     shape = [batch, slot.n_kv_head, capacity, slot.head_dim]
     return {'slot': slot.index, 'kind': slot.kind, 'owner': slot.owner, 'layers': list(slot.layers),
-            'tied': slot.tied, 'latent': slot.latent, 'stride': slot.stride, 'capacity': capacity,
-            'shape': shape,
+            'tied': slot.tied, 'latent': slot.latent, 'capacity': capacity, 'shape': shape,
             'dtype': kv_dtype, 'bytes_per_position': slot.position_nbytes(kv_dtype),
             'bytes': slot.nbytes(batch, max_seq_len, kv_dtype)}

@@ -90,7 +90,6 @@ class KVStore:
 
 class GlobalStore(KVStore):
     """Stores every position of every row; the index is the position."""
-    stride = 1
 
     def append(self, new, rows, start: int):
         """Write a chunk (encoded, t tokens) to `rows`, which all have `start` tokens.
@@ -106,10 +105,9 @@ class GlobalStore(KVStore):
 
         Returns K, V of all rows of the step, and the number of keys in each row, (B,).
         """
-        self.scatter(step.active_rows, step.active_starts // self.stride, new)
-        bucket = -(-max(1, *step.ends) // (BUCKET * self.stride)) * BUCKET
-        kv_lens = -(-step.kv_lens // self.stride)
-        return self.read(step.select, 0, min(bucket, self.capacity)), kv_lens
+        self.scatter(step.active_rows, step.active_starts, new)
+        bucket = -(-max(1, *step.ends) // BUCKET) * BUCKET
+        return self.read(step.select, 0, min(bucket, self.capacity)), step.kv_lens
 
 
 class RingStore(KVStore):

@@ -102,8 +102,7 @@ def texts(plan: KVPlan, max_seq_len: int, kv_dtype: str) -> tuple[list[str], lis
 def slot_text(slot: Slot, max_seq_len: int) -> str:
     """What a slot holds: 'slot 2, global: 1,024 tokens'; what it stores unless K and V."""
     form = f', latent of {slot.head_dim}' if slot.latent else ', K = V' * slot.tied
-    held = 'tokens' if slot.stride == 1 else f'blocks of {slot.stride} tokens'
-    return f'slot {slot.index}, {slot.kind}: {slot.capacity(max_seq_len):,} {held}{form}'
+    return f'slot {slot.index}, {slot.kind}: {slot.capacity(max_seq_len):,} tokens{form}'
 
 
 def lanes_of(slots: tuple[Slot, ...]) -> list[int]:

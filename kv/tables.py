@@ -10,7 +10,6 @@ def print_report(numbers: dict, console, title: str) -> None:
         layers = ' '.join(f'{i}*' if i == slot['owner'] else str(i) for i in slot['layers'])
         shape = ' x '.join(map(str, slot['shape']))
         shape += ' latent' if slot['latent'] else ' K=V' * slot['tied']
-        shape += f" of {slot['stride']} tokens" * (slot['stride'] > 1)
         rows.append((str(slot['slot']), slot['kind'], layers, f"{slot['capacity']:,}", shape,
                      slot['dtype'], f"{slot['bytes']:,}"))
     dtype = numbers['kv_dtype']

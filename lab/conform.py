@@ -1,21 +1,23 @@
 """Does a model compute the same wherever it runs? The checks to run after a change to the core.
 
     python -m lab.conform config/train_mqa_local.py
-    python -m lab.conform config/train_mqa_local.py --kv_stride=4 --rope_fraction_global=0
+    python -m lab.conform config/train_mqa_local.py --kv_latent=16 --rope_fraction_global=0
     python -m lab.conform --random=20                  # as many random configs over all fields
 
 A model of the config is made small (widths, windows and layers beyond two periods; its plan keeps
-its form) and gets random weights, sharper than those of training. Each check prints a tick, in
-brackets what a program refuses by name, or the first difference; any difference makes the exit
-status 1.
+its form) and gets random weights, sharper than those of training. Sequences are twice as long as
+the largest number of a field (a window, a number of a new field), up to 512; what is longer
+is named. Each check prints a tick, in brackets what a program refuses by name, or the first
+difference; any difference makes the exit status 1.
 """
-from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
+from config import startup  # noqa: F401  # isort: skip  (before torch is imported)
 import contextlib
 import copy
 import dataclasses
 import io
 import json
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -27,12 +29,16 @@ import torch
 
 import configurator
 from config.errors import UserError
-from config.gpt_config import GPTConfig, model_args
+from config.gpt_config import GPTConfig, model_args, unknown_field
 from config.schema import MODEL
 from engine.engine import Engine
+from engine.pages.cache import PagedKVCache
 from engine.requests.params import SamplingParams
+from engine.steps.captured import CapturedDecode
 from engine.steps.native import native_decode, unsupported
+from engine.weights.quantize import n_parameters
 from kv.cache import KVCache
+from kv.counts import parameters
 from kv.console import output, print_table, table_of
 from kv.plan import KV_DTYPES, plan_kv
 from model import GPT
@@ -40,7 +46,11 @@ from training import native
 from training.recompute import set_recompute
 
 VOCAB, WIDTH = 61, 24
-LONGEST_WINDOW, LONGEST_STRIDE = 16, 8
+LONGEST_WINDOW = 16
+LONGEST = 512  # of sequences
+# fields whose numbers are no distances between tokens
+SIZES = {'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_kv_head', 'head_dim',
+         'mlp_hidden', 'kv_latent', 'kv_head_pattern'}
 BATCH = 3
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
@@ -68,7 +78,21 @@ def random_config(rng: random.Random, windows=(1, 2, 3, 5, 8, 33), **fixed) -> G
         if tries and f.name not in ('layer_pattern', 'window_size') and rng.random() < 0.3:
             with contextlib.suppress(UserError):
                 config = dataclasses.replace(config, **{f.name: rng.choice(tries)})
-    return config
+    return long_enough(config)
+
+
+def distances(config: GPTConfig) -> dict[str, int]:
+    """Field -> its largest number, of the fields that may be a distance between tokens."""
+    changed = {name: value for name, value in model_args(config).items()
+               if name not in SIZES and isinstance(value, (int, str))}
+    numbers = {name: re.findall(r'\d+', str(value)) for name, value in changed.items()}
+    return {name: max(map(int, its)) for name, its in numbers.items() if its}
+
+
+def long_enough(config: GPTConfig) -> GPTConfig:
+    """The config with twice as many positions as each distance, but for those that are too far."""
+    twice = [2 * n for n in distances(config).values() if 2 * n <= LONGEST]
+    return dataclasses.replace(config, block_size=max(config.block_size, *twice, 1))
 
 
 def aligned_text(rng: random.Random, config: GPTConfig, name: str, windows) -> str:
@@ -87,16 +111,15 @@ def aligned_text(rng: random.Random, config: GPTConfig, name: str, windows) -> s
 
 def reduced(config: GPTConfig) -> GPTConfig:
     """The config of a small model whose plan has the same form: two periods and a layer, windows
-    and strides in proportion."""
+    in proportion."""
     windows = [n * LONGEST_WINDOW // max(LONGEST_WINDOW, *config.windows) for n in config.windows]
     windows = [max(n, was > 0) for n, was in zip(windows, config.windows)]
-    stride = min(config.kv_stride, LONGEST_STRIDE)
     texts = {'window_pattern': ','.join(map(str, windows))} if config.window_pattern else {}
-    return dataclasses.replace(
+    return long_enough(dataclasses.replace(
         config, vocab_size=VOCAB, n_embd=WIDTH, head_dim=config.resolved_head_dim, mlp_hidden=32,
         n_layer=min(config.n_layer, 2 * len(config.layer_pattern) + 1), dropout=0.0,
-        block_size=2 * max(windows) + 3 * stride + 40, kv_stride=stride,
-        window_size=max(windows) if config.window_size else 0, **texts)
+        block_size=2 * max(windows) + 40,
+        window_size=max(windows) if config.window_size else 0, **texts))
 
 
 def random_model(config: GPTConfig, dtype=torch.float64, seed: int = 0) -> GPT:
@@ -196,11 +219,11 @@ def engine(config: GPTConfig) -> None:
     """Greedy tokens of the engine and their log-probabilities, with prefix hits and resumed turns,
     are those of the model."""
     model, n = random_model(config), 8
-    half = config.block_size // 2 - n
-    if half < 8:
+    longest = config.block_size - 2 * n
+    if longest < 8:
         raise Refused(f'block_size={config.block_size} is too small')
-    texts = [row.tolist() for row in tokens(BATCH, half)]
-    texts += [texts[0][:half // 2] + row.tolist() for row in tokens(2, half // 4, seed=1)]
+    texts = [row.tolist()[:n] for row, n in zip(tokens(BATCH, longest), (longest, longest // 2, 9))]
+    texts += [texts[0][:longest // 2] + row.tolist() for row in tokens(2, longest // 4, seed=1)]
     expected = [greedy(model, text, 2 * n) for text in texts]
     params = SamplingParams(max_new_tokens=n, temperature=0.0, logprobs=0)
     for chunk in (0, 7):
@@ -322,6 +345,39 @@ def cpp_step(config: GPTConfig) -> None:
 
 
 @torch.no_grad()
+def captured_step(config: GPTConfig) -> None:
+    """The step that CUDA captures, here not captured, gives the model's logits, in rows and pages,
+    also where rows sit out, or refuses a field by name."""
+    if unknown := unknown_field(config, 'fast'):
+        raise Refused(unknown)
+    model, T = random_model(config), config.block_size
+    idx = tokens(BATCH, T)
+    full, pages = model(idx, all_logits=True)[0], dict(cache_class=PagedKVCache, page_size=8)
+    for kinds in ({}, pages | dict(n_pages=BATCH * -(-T // 8))):
+        cache = model.new_cache(BATCH, T, **kinds)
+        step, held = CapturedDecode(model, cache, fused=False, capture=False), [0] * BATCH
+        for turn in range(2 * T):  # each row sits out every fourth step
+            rows = [row for row, n in enumerate(held) if n < T and (turn + row) % 4]
+            for row in rows if kinds else ():
+                cache.reserve(row, held[row] + 1)
+            new = torch.tensor([[text[n % T]] for text, n in zip(idx, held)])
+            y = step(new, [int(row in rows) for row in range(BATCH)])[:, None]
+            for row in rows:
+                check(y[row:row + 1], full[row:row + 1, held[row]:held[row] + 1], 'a step',
+                      TOLERANCE[torch.float64], row, held[row])
+                held[row] += 1
+        assert held == [T] * BATCH
+
+
+def counted(config: GPTConfig) -> None:
+    """The report counts the model's parameters, or does not know a field and says so."""
+    found, expected = parameters(config, plan_kv(config)), n_parameters(config)
+    if found != expected and (unknown := unknown_field(config, 'count')):
+        raise Refused(unknown)
+    assert found == expected, f'{found:,} are counted, and the model has {expected:,}'
+
+
+@torch.no_grad()
 def exported(config: GPTConfig) -> None:
     """The class for transformers gives the same logits, or the export refuses a field by name."""
     from interop.export import hf_model
@@ -355,10 +411,11 @@ def resumed(config: GPTConfig) -> None:
 
 
 CHECKS = {
-    'cache, float64': cached, 'cache, float32': lambda config: cached(config, torch.float32),
-    'ragged rows': ragged, 'engine and prefix cache': engine, 'bytes': nbytes,
-    'int8 K and V': quantized, 'gradients': gradients, 'recomputation': recomputed,
-    'training kernels': kernels, 'resuming': resumed, 'C++ decode step': cpp_step,
+    'parameters': counted, 'cache, float64': cached,
+    'cache, float32': lambda config: cached(config, torch.float32), 'ragged rows': ragged,
+    'engine and prefix cache': engine, 'bytes': nbytes, 'int8 K and V': quantized,
+    'gradients': gradients, 'recomputation': recomputed, 'training kernels': kernels,
+    'resuming': resumed, 'C++ decode step': cpp_step, 'captured step': captured_step,
     'export': exported}
 
 
@@ -399,6 +456,10 @@ def main(argv=None):
         marks = {'': '\N{CHECK MARK}', '(': '-'}  # passed, refused; others differ
         rows = [(marks.get(why[:1], '\N{BALLOT X}'), name, why) for name, why in found.items()]
         print_table(console, table_of(('', 'check', ''), rows, left=('', 'check'), wrap=('',)))
+        for name, n in distances(config).items():
+            if 2 * n > config.block_size:
+                print(f'not reached: {name}={getattr(config, name)!r}, sequences have only '
+                      f'{config.block_size} tokens')
         failed += any(mark == '\N{BALLOT X}' for mark, *_ in rows)
     if failed:
         raise SystemExit(f'{failed} of {len(configs)} configs differ')

@@ -1,4 +1,5 @@
 """Who may use the server: the Host header, API keys; and what is logged of a request."""
+import contextlib
 import hashlib
 import hmac
 import ipaddress
@@ -25,6 +26,18 @@ def json_response(document: dict, status: int = 200, headers: dict | None = None
 def error_response(error: ApiError) -> Response:
     close = {'Connection': 'close'} if error.status in CLOSING else {}
     return json_response(error.document(), error.status, error.headers | close)
+
+
+def unambiguous(app):
+    """Refuse requests whose end a proxy may see elsewhere (RFC 9112, 6.3; h11 has refused the
+    others of that kind)."""
+    refusal = error_response(ApiError(400, 'both Content-Length and Transfer-Encoding are given',
+                                      headers={'Connection': 'close'}))
+
+    async def checked(scope, receive, send):
+        both = {b'content-length', b'transfer-encoding'} <= dict(scope.get('headers', ())).keys()
+        await (refusal if both else app)(scope, receive, send)
+    return checked
 
 
 class AccessMiddleware:
@@ -58,7 +71,8 @@ class AccessMiddleware:
             route = scope['path'] if scope['path'] in self.paths else 'other'
             self.metrics.requests.labels(route, str(status)).inc()
             if self.request_log and not (status == 200 and scope['path'] in UNLOGGED):
-                self.request_log(log_line(scope, status, start))
+                with contextlib.suppress(OSError):  # stdout is closed
+                    self.request_log(log_line(scope, status, start))
             # cycles with the scope, which would keep prompts until the garbage collector runs
             error, _ = scope.pop('error'), scope.pop('generation', None)
             if error:
@@ -99,19 +113,14 @@ def names_this_machine(host: str, address: str) -> bool:
     except ValueError:
         return False
     own = _ip(address)
-    if name == 'localhost':
-        return own is not None and own.is_loopback
-    return name in (address.lower(), socket.gethostname().lower()) or (
-        own is not None and _ip(name) == own)
+    return (name in (address.lower(), socket.gethostname().lower())
+            or own is not None and (name == 'localhost' and own.is_loopback or _ip(name) == own))
 
 
 def _ip(name: str):
-    """The address, IPv4 also where it is written as IPv6; None if it is none."""
-    try:
-        found = ipaddress.ip_address(name)
-    except ValueError:
-        return None
-    return getattr(found, 'ipv4_mapped', None) or found
+    """The address, or None if it is none."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(name)
 
 
 def log_line(scope, status, start) -> str:

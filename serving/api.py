@@ -2,15 +2,17 @@
 import contextlib
 import secrets
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from config.errors import UserError
 from engine.text.dialogue import Dialogue, Template
 from engine.requests.params import (
-    MAX_LOGPROBS, SamplingParams, present, sample_seed, shown, unknown, whole)
+    MAX_LOGPROBS, SamplingParams, check_prompt, check_tokens, present, sample_seed, shown, unknown,
+    whole)
 from serving.errors import ApiError
 
 MAX_CHOICES = 128  # per request, as in OpenAI's API
+MAX_MESSAGES = 2_048  # of a conversation; also parts of a message
 MAX_ENTRIES = 250_000  # log-probabilities of a request, about 300 bytes each
 
 # field -> field of SamplingParams, which checks its range; of two for one, the last counts
@@ -26,33 +28,41 @@ COMPLETION = COMMON | {'prompt': None, 'logprobs': range(MAX_LOGPROBS + 1)}
 CHAT = COMMON | {'messages': None, 'logprobs': bool, 'top_logprobs': range(MAX_LOGPROBS + 1)}
 
 # fields that do not affect the text
-IGNORED = {'user', 'metadata', 'service_tier', 'safety_identifier', 'prompt_cache_key',
-           'prompt_cache_retention', 'request_id'}
-# unsupported fields of OpenAI and vLLM -> values equivalent to omitting them
-UNSUPPORTED = {
-    'frequency_penalty': (0,), 'presence_penalty': (0,), 'logit_bias': ({},), 'store': (False,),
-    'echo': (False,), 'min_tokens': (0,), 'skip_special_tokens': (True,),
-    'spaces_between_special_tokens': (True,), 'include_stop_str_in_output': (False,),
-    'use_beam_search': (False,), 'length_penalty': (1,), 'early_stopping': (False,)}
-UNSUPPORTED_COMPLETION = UNSUPPORTED | {'suffix': ('',), 'best_of': (1,)}
-UNSUPPORTED_CHAT = UNSUPPORTED | {
-    'tools': ([],), 'tool_choice': ('none', 'auto'), 'functions': ([],),
-    'function_call': ('none', 'auto'), 'response_format': ({'type': 'text'},),
-    'modalities': (['text'],), 'parallel_tool_calls': (True, False),
-    'add_generation_prompt': (True,), 'continue_final_message': (False,)}
+IGNORED = ('user metadata service_tier safety_identifier prompt_cache_key prompt_cache_options '
+           'prompt_cache_retention request_id session_id').split()
+# values that change nothing -> unsupported fields of OpenAI and vLLM; always also what is absent
+HARMLESS = {name: values for values, names in [
+    ((), 'logit_bias suffix tools functions audio moderation prediction web_search_options '
+         'documents chat_template chat_template_kwargs media_io_kwargs mm_processor_kwargs '
+         'structured_outputs structural_tag guided_json guided_regex guided_choice guided_grammar '
+         'guided_decoding_backend guided_whitespace_pattern prompt_logprobs logprob_token_ids '
+         'allowed_token_ids bad_words prompt_embeds truncate_prompt_tokens cache_salt vllm_xargs '
+         'kv_transfer_params ec_transfer_params repetition_detection logits_processors'),
+    ((False,), 'store echo include_stop_str_in_output use_beam_search early_stopping watermarking '
+               'continue_final_message return_tokens_as_token_ids return_prompt_text'),
+    ((False, True), 'add_special_tokens spaces_between_special_tokens parallel_tool_calls '
+                    'include_reasoning return_token_offsets return_mm_kwargs'),
+    ((0,), 'frequency_penalty presence_penalty min_tokens priority routed_experts_prompt_start'),
+    ((1,), 'best_of length_penalty stream_interval'), ((-1,), 'thinking_token_budget'),
+    ((True,), 'skip_special_tokens add_generation_prompt'), (('none',), 'reasoning_effort'),
+    (('none', 'auto'), 'tool_choice function_call'), (('left', 'right'), 'truncation_side'),
+    (('medium',), 'verbosity'), ((['text'],), 'modalities'),
+    (({'type': 'text'},), 'response_format')] for name in names.split()}
 
 
 @dataclass(frozen=True)
 class Service:
     """The settings used to validate requests.
 
-    max_positions: limit on a prompt and its completion without its last token. max_new_tokens: the
-    default. max_choices: limit for all requests together. user, reply_as: names of the user and the
-    assistant in the template. strict: reject messages that `Dialogue.say` would fold. created: the
-    model's time in seconds since 1970. dataset: name of what it was trained on; '' = unknown.
+    vocab_size: the model's. max_positions: limit on a prompt and its completion without its last
+    token. max_new_tokens: the default. max_choices: limit for all requests together. user,
+    reply_as: names of the user and the assistant in the template. strict: reject messages that
+    `Dialogue.say` would fold. created: the model's time in seconds since 1970. dataset: name of
+    what it was trained on; '' = unknown.
     """
     model: str
     tokenizer: object
+    vocab_size: int
     max_positions: int
     max_new_tokens: int
     max_choices: int
@@ -77,7 +87,7 @@ class GenerationRequest:
 def parse_completion(document: dict, service: Service) -> GenerationRequest:
     """Parse a document for /v1/completions. ApiError: 400 if a field is unknown, invalid or
     unsupported, or a prompt is too long; 404 if it is for a different model."""
-    fields = _fields(document, COMPLETION, UNSUPPORTED_COMPLETION, service)
+    fields = _fields(document, COMPLETION, service)
     prompts = _prompts(fields.get('prompt'), service)
     return _request(fields, service, prompts, fields.get('logprobs', -1))
 
@@ -85,7 +95,7 @@ def parse_completion(document: dict, service: Service) -> GenerationRequest:
 def parse_chat(document: dict, service: Service) -> GenerationRequest:
     """Parse a document for /v1/chat/completions. The prompt is the conversation in the template, up
     to the text of the reply, which ends with the turn. ApiError: as for `parse_completion`."""
-    fields = _fields(document, CHAT, UNSUPPORTED_CHAT, service)
+    fields = _fields(document, CHAT, service)
     top = fields.get('top_logprobs', 0)
     if top and not fields.get('logprobs'):
         raise _invalid(f'top_logprobs={top} requires logprobs=true', 'top_logprobs')
@@ -99,7 +109,7 @@ def _invalid(message, param=None, code=None) -> ApiError:
     return ApiError(400, message, param, code)
 
 
-def _fields(document, table, unsupported, service) -> dict:
+def _fields(document, table, service) -> dict:
     """Return the checked fields of a document that are `present`."""
     if not isinstance(document, dict):
         raise _invalid(f'the body is {shown(document)}: must be a JSON object')
@@ -107,12 +117,12 @@ def _fields(document, table, unsupported, service) -> dict:
     for name, value in present(document).items():
         if name in known:
             fields[name] = _checked(name, value, table.get(name))
-        elif name not in unsupported and name not in IGNORED:
+        elif name not in HARMLESS and name not in IGNORED:
             raise _invalid(unknown('field', name, sorted(known)), name[:60], 'unknown_field')
-        elif value not in unsupported.get(name, [value]):
-            allowed = ' or '.join(map(repr, unsupported[name]))
-            raise _invalid(f'{name}={shown(value)} is not supported: leave it out, or give '
-                           f'{allowed}', name, 'unsupported_value')
+        elif value not in HARMLESS.get(name, [value]):
+            allowed = ' or '.join(['leave it out', *map('give {!r}'.format, HARMLESS[name])])
+            raise _invalid(f'{name}={shown(value)} is not supported: {allowed}', name,
+                           'unsupported_value')
     model = fields.get('model', service.model)
     if model != service.model:
         raise ApiError(404, f'there is no model {shown(model)}: this server has '
@@ -136,14 +146,16 @@ def _request(fields, service, prompts, logprobs, stops=()) -> GenerationRequest:
     num_choices, most = n * len(prompts), min(MAX_CHOICES, service.max_choices)
     if num_choices > most:
         raise _invalid(f'{len(prompts)} prompts with n={n} are {num_choices} choices: '
-                       f'at most {most} at once', 'n')
+                       f'at most {most} at once', 'n' if n > 1 else 'prompt')
     include_usage = _include_usage(fields.get('stream_options', {}), stream)
     params, choices = _params(fields, service, logprobs, stops), []
     for prompt in prompts:
+        with _error_for('messages' if 'messages' in fields else 'prompt'):
+            check_prompt(prompt, service.vocab_size)
         room = service.max_positions - len(prompt) + 1  # the last token takes no position
         longest = min(params.max_new_tokens, room)
-        choices += [(prompt, replace(params, max_new_tokens=longest,
-                                     seed=sample_seed(params.seed, k))) for k in range(n)]
+        choices += [(prompt, params.variant(max_new_tokens=longest,
+                                            seed=sample_seed(params.seed, k))) for k in range(n)]
     entries = sum(p.max_new_tokens for _, p in choices) * (params.logprobs + 1)
     if entries > MAX_ENTRIES:
         raise _invalid(f'{len(choices)} choices of up to {params.max_new_tokens:,} tokens with '
@@ -174,9 +186,11 @@ def _params(fields, service, logprobs, stops) -> SamplingParams:
         params = SamplingParams.from_dict(values, defaults)
     except UserError as e:  # such as "max_new_tokens=0: must be at least 1"
         field, _, rest = str(e).partition('=')
-        name = next(name for name in given if SAMPLING[name] == field)
+        name = next(name for name in reversed(given) if SAMPLING[name] == field)
         raise _invalid(f'{name}={rest}', name) from e
-    return replace(params, stop=params.stop + stops)
+    with _error_for('stop_token_ids'):
+        check_tokens('stop token', params.stop_tokens, service.vocab_size)
+    return params.variant(stop=params.stop + stops)
 
 
 def _prompts(value, service) -> list[list[int]]:
@@ -192,11 +206,13 @@ def _prompt(prompt, service) -> list[int]:
     if isinstance(prompt, str):
         with _error_for('prompt'):
             prompt = service.tokenizer.encode(_text(prompt, 'prompt', service))
-    ids = [whole(i) for i in prompt] if isinstance(prompt, list) else [None]
+    is_list = isinstance(prompt, list)
+    if is_list:
+        _check_positions('the prompt', len(prompt), service, 'prompt')
+    ids = [whole(i) for i in prompt] if is_list else [None]
     if None in ids:
         raise _invalid(f'prompt={shown(prompt)}: must be a text, a list of token ids, or a list of '
                        'texts or of such lists', 'prompt')
-    _check_positions('the prompt', len(ids), service, 'prompt')
     return ids
 
 
@@ -204,6 +220,11 @@ def _check_positions(what, num_tokens, service, param, advice=''):
     if num_tokens > service.max_positions:
         raise _invalid(f'{what} has {num_tokens:,} tokens: at most {service.max_positions:,}'
                        f'{advice}', param, 'context_length_exceeded')
+
+
+def _check_length(items, param):
+    if len(items) > MAX_MESSAGES:
+        raise _invalid(f'{param} has {len(items):,} items: at most {MAX_MESSAGES:,}', param)
 
 
 def _text(value, param, service) -> str:
@@ -224,6 +245,7 @@ def _conversation(messages, service) -> list[int]:
     if not isinstance(messages, list) or not messages:
         raise _invalid(f'messages={shown(messages)}: must be a list of at least one message',
                        'messages')
+    _check_length(messages, 'messages')
     dialogue = Dialogue(service.tokenizer, service.template, strict=service.strict)
     num_tokens, advice = 0, '; leave out its oldest turns'
     for i, message in enumerate(messages):
@@ -270,6 +292,7 @@ def _message(message, param, service) -> tuple[str, str, str]:
 def _content(content, param, service) -> str:
     """The text of a message: a text, or a list of parts of type text."""
     parts = content if isinstance(content, list) else [{'type': 'text', 'text': content}]
+    _check_length(parts, param)
     if not all(isinstance(part, dict) and part.get('type') == 'text' for part in parts):
         raise _invalid(f'{param}: content may only have parts of type text', param)
     texts = [_text(present(part).get('text', ''), param, service) for part in parts]

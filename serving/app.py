@@ -5,11 +5,13 @@
 import asyncio
 import base64
 import contextlib
+import functools
 import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +28,7 @@ from starlette.routing import Route
 from engine.requests.params import encodable
 from engine.pages.view import RowView
 from serving import api
-from serving.access import AccessMiddleware, error_response, json_response
+from serving.access import AccessMiddleware, error_response, json_response, unambiguous
 from serving.errors import ApiError
 from serving.replies import ChatReply, Reply
 from serving.watch import CacheEvent, WatchedChatReply, WatchedReply, plan_document
@@ -69,7 +71,7 @@ def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequenc
     """
     model = {'id': service.model, 'object': 'model', 'created': service.created,
              'owned_by': 'nanokv'}
-    parsers = anyio.CapacityLimiter(2)  # threads that parse and encode requests
+    parsers = Parsers()
 
     async def retrieve_model(request):
         if request.path_params['model'] != service.model:
@@ -91,7 +93,7 @@ def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequenc
             return reply_type(parse(decoded(body), service), service.model, service.tokenizer)
 
         async def endpoint(request):
-            return Generation(worker, limits, make_reply, parsers)
+            return Generation(worker, limits, functools.partial(parsers.run, make_reply))
         return Route(path, endpoint, methods=['POST'])
     routes = [generate('/v1/completions', api.parse_completion, Reply),
               generate('/v1/chat/completions', api.parse_chat, ChatReply),
@@ -104,10 +106,10 @@ def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequenc
                    generate('/nanokv/completions', api.parse_completion, WatchedReply),
                    generate('/nanokv/chat/completions', api.parse_chat, WatchedChatReply)]
     paths = {route.path for route in routes if '{' not in route.path}
-    middleware = [Middleware(AccessMiddleware, worker.metrics, keys, request_log, paths,
-                             shared_prefix)]
-    if cors:  # outermost: a preflight has no key, and refusals can be read too
-        middleware.insert(0, Middleware(CORSMiddleware, allow_origins=[cors], allow_headers=['*'],
+    middleware = [Middleware(unambiguous), Middleware(
+        AccessMiddleware, worker.metrics, keys, request_log, paths, shared_prefix)]
+    if cors:  # outside of keys: a preflight has none, and refusals can be read too
+        middleware.insert(1, Middleware(CORSMiddleware, allow_origins=[cors], allow_headers=['*'],
                                         allow_methods=['GET', 'POST'], allow_private_network=True))
     handlers = dict.fromkeys((HTTPException, ApiError, Exception), _on_error)
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
@@ -150,14 +152,25 @@ async def body_of(request: Request, most: int) -> bytes:
     return bytes(body)
 
 
+class Parsers:
+    """Two threads that parse and encode requests. A client has at most one of them."""
+
+    def __init__(self):
+        self.threads, self.locks = anyio.CapacityLimiter(2), weakref.WeakValueDictionary()
+
+    async def run(self, parse: Callable, client: str, body: bytes):
+        async with self.locks.setdefault(client, asyncio.Lock()):
+            return await anyio.to_thread.run_sync(parse, body, limiter=self.threads,
+                                                  abandon_on_cancel=True)
+
+
 class Generation:
-    """The response to one request for text. make_reply: body -> Reply, in a thread of `parsers`, so
+    """The response to one request for text. make_reply: (client, body) -> Reply, in a thread, so
     that it does not block other requests. received, first_event: `perf_counter` times."""
 
-    def __init__(self, worker: Worker, limits: Limits, make_reply: Callable[[bytes], Reply],
-                 parsers: anyio.CapacityLimiter):
-        self.worker, self.limits, self.make_reply, self.parsers = (
-            worker, limits, make_reply, parsers)
+    def __init__(self, worker: Worker, limits: Limits,
+                 make_reply: Callable[[str, bytes], Awaitable[Reply]]):
+        self.worker, self.limits, self.make_reply = worker, limits, make_reply
         self.reply = self.ticket = self.first_event = None
         self.received = time.perf_counter()
         self.started = False          # the head of the response was sent
@@ -198,14 +211,14 @@ class Generation:
         self.inbox.put_nowait(None)
 
     async def _respond(self, body):
-        self.reply = await anyio.to_thread.run_sync(self.make_reply, body, limiter=self.parsers,
-                                                    abandon_on_cancel=True)
+        client = self.scope['nanokv_client']
+        self.reply = await self.make_reply(client, body)
         if not self.inbox.empty():
             raise ClientDisconnect
         loop = asyncio.get_running_loop()
         ticket = Ticket(self.reply.request.choices,
                         lambda items: loop.call_soon_threadsafe(self.inbox.put_nowait, items),
-                        self.reply.watched, self.scope['nanokv_client'], self.scope['nanokv_salt'])
+                        self.reply.watched, client, self.scope['nanokv_salt'])
         self.worker.submit(ticket)
         self.ticket = ticket
         await (self._stream() if self.reply.request.stream else self._send_whole())

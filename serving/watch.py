@@ -1,7 +1,7 @@
 """The stream of cache events and the plan document (docs/serving.md). No HTTP or torch."""
 from config.gpt_config import GPTConfig
 from engine.pages.view import RowView
-from kv.capacity import parameters
+from engine.weights.quantize import n_parameters
 from kv.plan import KVPlan, plan_kv
 from serving.api import GenerationRequest, Service
 from serving.errors import ApiError
@@ -71,13 +71,13 @@ def plan_document(engine, service: Service) -> dict:
     plan, longest, dtype = cache.plan, cache.max_seq_len, cache.kv_dtype
     slots = [{'slot': slot.index, 'kind': slot.kind, 'window': slot.window,
               'capacity': slot.capacity(longest), 'owner': slot.owner, 'layers': slot.layers,
-              'tied': slot.tied, 'latent': slot.latent, 'stride': slot.stride,
+              'tied': slot.tied, 'latent': slot.latent, 'stride': 1,
               'position_nbytes': slot.position_nbytes(dtype),
               'state_nbytes': slot.state_nbytes(dtype)}
              for slot in plan.slots]
     gemma = [[slot.window, slot.position_nbytes(dtype)] for slot in gemma_shaped(config).slots]
     return {'model': service.model, 'dataset': service.dataset,
-            'parameters': parameters(config, plan), 'gemma_slots': gemma,
+            'parameters': n_parameters(config), 'gemma_slots': gemma,
             'max_positions': service.max_positions, 'max_seq_len': longest,
             'block_size': config.block_size, 'kv_dtype': dtype,
             'page_size': cache.table.page_size, 'pages': cache.table.n_pages,

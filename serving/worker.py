@@ -47,9 +47,8 @@ class Choice:
 class Worker(threading.Thread):
     """The thread that runs an engine. Nothing else may use the engine once it has started.
 
-    engine: closed by the thread at its end. max_waiting: choices that may wait, not counting those
-    in the engine's rows; a client's, at most three quarters of that. saving: all requests have
-    ended; the prefix cache is being written.
+    max_waiting: choices that may wait, not counting those in the engine's rows; a client's, at most
+    three quarters of that.
     """
 
     def __init__(self, engine, max_waiting: int, metrics):
@@ -57,7 +56,6 @@ class Worker(threading.Thread):
         self.engine, self.metrics = engine, metrics
         self.max_choices = engine.cache.batch_size + max_waiting
         self.max_client_choices = most_choices(engine.cache.batch_size, max_waiting)
-        self.saving = False
         # guarded by the condition
         self._condition = threading.Condition()
         self._commands = []     # (method, ticket)
@@ -116,14 +114,7 @@ class Worker(threading.Thread):
             while self._process_commands():
                 self._step()
         finally:  # after a crash too: no client may wait forever
-            try:
-                self._fail_remaining()
-            finally:
-                self.saving = True
-                try:
-                    self.engine.close()
-                except Exception:
-                    log.exception('the prefix cache could not be saved')
+            self._fail_remaining()
 
     def _fail_remaining(self):
         with self._condition:
@@ -205,14 +196,13 @@ class Worker(threading.Thread):
             self._cancel_all(ticket)
 
     def _step(self):
-        preempted = {number: job.request.preempted for number, job in self.engine.jobs.items()}
         self._must_step = False
         try:
             events = self.engine.step()
         except Exception:
             log.exception('an engine step failed; its requests start again')
             self.metrics.failed_steps.inc()
-            return self._count_failures(preempted)
+            return self._count_failure()
         deliveries = defaultdict(list)
         for event in events:
             choice = self._choices.get(event.index)
@@ -254,18 +244,11 @@ class Worker(threading.Thread):
                 return ApiError(400 if choice.refused else 500, event.completion.error)
         return event
 
-    def _count_failures(self, preempted):
-        """Handle a failed step, in which the engine preempted all running choices. Of those that
-        fail repeatedly without a token in between, end the newest; the rest may then succeed."""
-        jobs, choices = self.engine.jobs, self._choices.values()
-        ran = [c for c in choices if c.number not in jobs
-               or jobs[c.number].request.preempted > preempted.get(c.number, 0)]
-        for choice in ran or choices:
+    def _count_failure(self):
+        for choice in list(self._choices.values()):
             choice.num_failures += 1
-        failing = [choice.number for choice in choices if choice.num_failures > MAX_FAILURES]
-        if failing:
-            error = ApiError(500, 'the model failed on this request')
-            self._fail(self._choices[max(failing)], error)
+            if choice.num_failures > MAX_FAILURES:
+                self._fail(choice, ApiError(500, 'the model fails'))
 
 
 def most_choices(rows: int, max_waiting: int) -> int:

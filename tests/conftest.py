@@ -19,12 +19,12 @@ settings.register_profile('explore', max_examples=1000, **COMMON)
 settings.load_profile(os.environ.get('HYPOTHESIS_PROFILE', 'default'))
 
 
-def pytest_collection_modifyitems(items):
-    """Skip tests marked `gpu` on machines without one."""
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker('gpu'):
-                item.add_marker(pytest.mark.skip(reason='needs a CUDA device'))
+def pytest_collection_modifyitems(config, items):
+    """Leave out tests marked `gpu` unless `-m` names them."""
+    if 'gpu' not in config.option.markexpr:
+        on_gpu = [item for item in items if item.get_closest_marker('gpu')]
+        config.hook.pytest_deselected(items=on_gpu)
+        items[:] = [item for item in items if item not in on_gpu]
 
 
 def pytest_runtest_logreport(report):

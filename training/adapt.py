@@ -95,9 +95,9 @@ def check_forms(before: KVPlan, after: KVPlan) -> None:
     for was, now in zip(before.layers, after.layers):
         old, new = before.slots[was.slot], after.slots[now.slot]
         if any(getattr(old, name) != getattr(new, name)
-               for name in ('tied', 'latent', 'offset', 'stride', 'head_dim')):
+               for name in ('tied', 'latent', 'offset', 'head_dim')):
             raise UserError(f'layer {now.index} would be {now.kind}, but was trained {was.kind}: '
-                            'kv_tied, kv_latent, key_offset or kv_stride differ between the two')
+                            'kv_tied, kv_latent or key_offset differ between the two')
 
 
 def _differs(config: GPTConfig, name: str, value) -> bool:

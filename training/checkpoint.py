@@ -1,13 +1,4 @@
-"""Checkpoint files: nanoGPT's keys, written atomically, read without running any code.
-
-Where parameters are sharded (FSDP2), the tensors are in files next to it:
-
-    ckpt.pt               everything but weights and moments; its key 'shards' locates those
-    shards_RUN_ITERATION/ safetensors files, one per process: model.NAME, optimizer.INDEX.MOMENT
-
-These are files of torch.distributed.checkpoint, so any number of processes can resume from them.
-`load_checkpoint` restores the tensors, so anything that reads checkpoints can read these too.
-"""
+"""Checkpoint files: nanoGPT's keys, written atomically, read without running any code."""
 import contextlib
 import dataclasses
 import hashlib
@@ -15,7 +6,7 @@ import os
 import random
 import re
 import shutil
-import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -24,23 +15,23 @@ import torch
 from config.errors import UserError, shown
 from config.files import replacing
 from config.gpt_config import GPTConfig
-from data.plain_pickle import check_archive
+from config.removed import COMMIT, removed
+from data.plain_pickle import check_archive, check_sums
+from training.checkpoint_pickle import PickleChecker
 
 REQUIRED = {'model': dict, 'model_args': dict, 'iter_num': int,
             'best_val_loss': (torch.Tensor, float, int), 'config': dict}
 OPTIONAL = {'launch': str, 'tokens': str, 'meta': (dict, type(None)), 'holds_best': bool,
             'skipped': int}
 HEAD, EMBEDDING = 'lm_head.weight', 'transformer.wte.weight'
-# what torch says of an object that it does not read with weights_only=True
-OBJECT = re.compile(r'GLOBAL (\S+) was not an allowed global')
+# what `PickleChecker` says of an object that is not read
+OBJECT = re.compile(r'GLOBAL (\S+) is not allowed')
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of weights
 # parts of names that torch.compile and DistributedDataParallel add
 WRAPPERS = {'_orig_mod', 'module'}
 # causal masks, which nanoGPT without flash attention and old versions of transformers also save
 MASKS = re.compile(r'(transformer\.)?h\.\d+\.attn\.(masked_)?bias')
-SHARDS = 'shards_'
 RUN = re.compile(r'[0-9a-f]{32}')  # a run's id; it becomes part of names
-SHARDS_NAME = re.compile(SHARDS + r'\w+')
-MOMENT = re.compile(r'optimizer\.(\d+)\.(.+)')
 
 
 def save_checkpoint(path: Path, checkpoint: dict, before_replace=lambda: None) -> None:
@@ -87,17 +78,21 @@ def _synced(path):
 def read_file(path: Path, mmap: bool = False):
     """Return what torch.save wrote to a file. mmap: do not read the tensors yet. Raises an error of
     nearly any type if the file is damaged, or takes much longer to read than its size suggests."""
-    check_archive(path)
-    return torch.load(path, map_location='cpu', weights_only=True, mmap=mmap)
+    pickles, sizes = check_archive(path)
+    for data in pickles:
+        PickleChecker(data, sizes).load()
+    with ThreadPoolExecutor(1) as pool:
+        checked = pool.submit(check_sums, path) if not mmap else None
+        loaded = torch.load(path, map_location='cpu', weights_only=True, mmap=mmap)
+        if checked:
+            checked.result()
+    return loaded
 
 
-def load_checkpoint(path: Path, whole: bool = True) -> dict:
+def load_checkpoint(path: Path) -> dict:
     """Load a checkpoint (ours, nanoGPT's, or that of a fork) from `path`. The weights get the names
     of `GPT`: without the prefixes of wrappers, and without causal masks. Raises UserError if the
-    file is missing, damaged, or not a checkpoint.
-
-    whole: also read tensors stored in shards.
-    """
+    file is missing, damaged, or not a checkpoint."""
     if not path.is_file():
         raise UserError(f'no checkpoint at {path}: train first, or point --out_dir at a folder '
                         'with a ckpt.pt')
@@ -124,32 +119,18 @@ def load_checkpoint(path: Path, whole: bool = True) -> dict:
     for name in ('dataset', 'optimizer', 'data_order'):
         if not isinstance(value := checkpoint['config'].get(name, ''), str):
             raise UserError(f'checkpoint {path}: invalid {name} {shown(value)} in its config')
-    _check_names(path, checkpoint)
+    run = checkpoint.get('run')
+    if run is not None and not (isinstance(run, str) and RUN.fullmatch(run)):
+        raise UserError(f'checkpoint {path}: invalid run {shown(run)}: an id is 32 '
+                        'hexadecimal digits')
+    if 'shards' in checkpoint:
+        raise UserError(f'checkpoint {path} is in shards; commit {COMMIT} has '
+                        '`python -m training.shards`, which joins them into one file')
     checkpoint['model'] = _unwrapped(path, checkpoint['model'])
     _tie(path, checkpoint['model'])
     if not checkpoint.get('optimizer'):  # stripped of it, to be shared
         checkpoint['optimizer'] = {'state': {}, 'param_groups': []}
-    if whole and 'shards' in checkpoint:
-        fill_from_shards(path, checkpoint)
     return checkpoint
-
-
-def _check_names(path: Path, checkpoint: dict) -> None:
-    """Raise UserError unless the parts of a checkpoint that become names of files are plain."""
-    run, shards = checkpoint.get('run'), checkpoint.get('shards')
-    if run is not None and not (isinstance(run, str) and RUN.fullmatch(run)):
-        raise UserError(f'checkpoint {path}: invalid run {shown(run)}: an id is 32 '
-                        'hexadecimal digits')
-    if 'shards' not in checkpoint:
-        return
-    folder, files = map(shards.get, ('folder', 'files')) if type(shards) is dict else (None, None)
-    if not (isinstance(folder, str) and SHARDS_NAME.fullmatch(folder)):
-        raise UserError(f'checkpoint {path}: invalid folder of shards {shown(folder)}: it is '
-                        f'the name of a folder beside it, as {SHARDS}1234abcd_0001000_1234abcd')
-    if type(files) is not dict or not all(
-            isinstance(name, str) and Path(name).name == name and type(size) is int
-            for name, size in files.items()):
-        raise UserError(f'checkpoint {path}: invalid files of shards: they are names with sizes')
 
 
 def _unwrapped(path: Path, weights: dict) -> dict:
@@ -163,8 +144,17 @@ def _unwrapped(path: Path, weights: dict) -> dict:
             continue
         if name in found:
             raise UserError(f'checkpoint {path} has {name} twice, also as {saved_name}')
+        if torch.is_tensor(x):
+            check_dtype(path, name, x.dtype)
         found[name] = x
     return found
+
+
+def check_dtype(path: Path, name: str, dtype: torch.dtype) -> None:
+    """Raise UserError if a weight has a dtype that is none of `DTYPES`: loading would cast it."""
+    if dtype not in DTYPES:
+        raise UserError(f'{path}: {name} is stored as {dtype}: '
+                        f'allowed are {", ".join(map(str, DTYPES))}')
 
 
 def _tie(path: Path, weights: dict) -> None:
@@ -205,8 +195,8 @@ def config_of(checkpoint: dict, path: Path, **overrides) -> GPTConfig:
     fields = {f.name: f for f in dataclasses.fields(GPTConfig)}
     for name, value in args.items():
         if name not in fields:
-            raise UserError(f'checkpoint {path}: model_args have {shown(name)}, '
-                            'which this version does not know')
+            why = removed(name) or f'{shown(name)}, which this version does not know'
+            raise UserError(f'checkpoint {path}: model_args have {why}')
         wanted = type(fields[name].default)
         if type(value) is not wanted and (wanted, type(value)) != (float, int):
             raise UserError(f'checkpoint {path}: model_args have {name}={shown(value)}, '
@@ -250,109 +240,3 @@ def set_rng_state(state: dict) -> None:
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     version, internal, gauss = state['python']
     random.setstate((version, tuple(internal), gauss))
-
-
-@contextlib.contextmanager
-def shard_files(problem: str):
-    """Yield torch.distributed.checkpoint; errors in the body become a UserError about `problem`.
-    Raises UserError if the safetensors package is missing."""
-    try:
-        import safetensors  # noqa: F401
-        import torch.distributed.checkpoint as dcp
-    except ImportError as e:
-        raise UserError(f'checkpoints in shards need the package {e.name}: '
-                        "pip install -e '.[hf]'") from e
-    try:
-        yield dcp
-    except (Exception, dcp.CheckpointException) as e:  # the latter is a BaseException
-        raise UserError(f'{problem}: {" ".join(str(e).split())[:300]}') from e
-
-
-def shards_name(run: str, iteration: int) -> str:
-    """Return a new name for the folder of a checkpoint's shards."""
-    return f'{SHARDS}{run[:8]}_{iteration:07d}_{uuid.uuid4().hex[:8]}'
-
-
-def write_shards(folder: Path, model: dict, optimizer: dict, group=None) -> dict:
-    """Write {parameter: tensor} and the moments in an optimizer's `state_dict` into the new
-    `folder`, which all processes of `group` can access; without a group only this process writes.
-    Returns the checkpoint's keys 'model', 'optimizer' (groups and step counts) and 'shards'. Raises
-    UserError if the folder cannot be written."""
-    tensors, rest = {f'model.{name}': x for name, x in model.items()}, {}
-    for i, state in optimizer['state'].items():
-        moments = [name for name, x in state.items() if torch.is_tensor(x) and x.dim()]
-        tensors |= {f'optimizer.{i}.{name}': state[name] for name in moments}
-        rest[i] = {name: x for name, x in state.items() if name not in moments}
-    try:
-        with shard_files(f'cannot write checkpoint {folder}') as dcp:
-            writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
-            dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
-            files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    return {'model': {}, 'optimizer': {**optimizer, 'state': rest},
-            'shards': {'folder': folder.name, 'files': files}}
-
-
-def read_shards(path: Path, checkpoint: dict, into=None, group=None) -> dict:
-    """Read the shards of the checkpoint at `path`: the moments into its optimizer, in place.
-    Returns {name: tensor}. Raises UserError if a file or a tensor is missing, damaged or of the
-    wrong size.
-
-    into: names -> {name: tensor to read into}, by all processes of `group` (a DTensor takes its
-        own part); None = this process reads all tensors in full.
-    """
-    shards, problem = checkpoint.pop('shards'), f'checkpoint {path}: its shards'
-    folder = path.parent / shards['folder']
-    for name, size in shards['files'].items():
-        file = folder / name
-        if not file.is_file() or file.stat().st_size != size:
-            what = f'has {file.stat().st_size:,} bytes' if file.is_file() else 'is missing'
-            raise UserError(f'checkpoint {path}: its shard {file} {what}, and should have '
-                            f'{size:,} bytes')
-    if odd := [file for file in folder.glob('*.safetensors') if not file.is_file()]:
-        raise UserError(f'checkpoint {path}: its shard {odd[0]} is not a regular file')
-    with shard_files(f'{problem} in {folder} cannot be read') as dcp:
-        reader = dcp.HuggingFaceStorageReader(str(folder))
-        known = reader.read_metadata().state_dict_metadata
-    if into:
-        tensors = into(known)
-    else:
-        named = sum(x.size.numel() * x.properties.dtype.itemsize for x in known.values())
-        if named > sum(shards['files'].values()):
-            raise UserError(f'{problem} in {folder} name tensors that are larger than the files')
-        tensors = {key: torch.empty(x.size, dtype=x.properties.dtype) for key, x in known.items()}
-    for key, x in tensors.items():
-        if key not in known or known[key].size != x.shape:
-            has = tuple(known[key].size) if key in known else 'missing'
-            raise UserError(f'checkpoint {path}: {key} is {has} in its shards, and should be '
-                            f'{tuple(x.shape)}')
-    with shard_files(f'{problem} in {folder} cannot be read') as dcp:
-        dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
-    for key, x in tensors.items():
-        if match := MOMENT.fullmatch(key):
-            checkpoint['optimizer']['state'].setdefault(int(match[1]), {})[match[2]] = x
-    return tensors
-
-
-def fill_from_shards(path: Path, checkpoint: dict) -> None:
-    """Read the shards of the checkpoint at `path` into it, in place."""
-    weights = {key.removeprefix('model.'): x for key, x in read_shards(path, checkpoint).items()
-               if key.startswith('model.')}
-    weights[HEAD] = weights[EMBEDDING]  # tied
-    checkpoint['model'] = weights
-
-
-def delete_unused_shards(folder: Path, run: str) -> None:
-    """Delete the shards of this run that no checkpoint in the folder refers to."""
-    prefix = f'{SHARDS}{run[:8]}_'
-    if unused := {path.name for path in folder.iterdir() if path.name.startswith(prefix)}:
-        try:
-            for path in folder.glob('*.pt'):
-                checkpoint = read_file(path, mmap=True)
-                unused.discard(checkpoint.get('shards', {}).get('folder'))
-        except Exception:  # an unreadable checkpoint may refer to any of them
-            return
-        for name in unused:
-            shutil.rmtree(folder / name, ignore_errors=True)

@@ -1,7 +1,5 @@
 """A run's checkpoints: their names, which ones to keep, and which one to resume from."""
 import itertools
-import re
-import shutil
 import uuid
 from pathlib import Path
 from typing import NamedTuple
@@ -10,29 +8,25 @@ from config.errors import UserError
 from training import checkpoint as ckpt
 from training.checkpoint import link_or_copy
 
-NUMBERED = re.compile(r'ckpt_(\d{7,})\.pt')
-
 
 class CheckpointManager:
     """Saves the checkpoints of one run to `folder`.
 
     ckpt.pt is the latest. ckpt_best.pt has the best validation loss; it is created when a
-    worse ckpt.pt replaces that one. ckpt_ITERATION.pt are the `keep` - 1 checkpoints before the
-    latest; only older ones of this run are deleted. With keep = 1 none is created or deleted.
+    worse ckpt.pt replaces that one.
 
     Files with these names that belong to another run, or are ahead of the checkpoint that this run
     resumed from, are renamed with `_old` before the first save.
     """
 
-    def __init__(self, folder: Path, keep: int = 1):
-        self.folder, self.keep = folder, keep
+    def __init__(self, folder: Path):
         self.path, self.best_path = folder / 'ckpt.pt', folder / 'ckpt_best.pt'
         self.run = uuid.uuid4().hex
         self.start = -1       # checkpoints of this run up to this iteration belong to it
         self.origin = None    # the file that the run was resumed from
         self.best = None      # the file with the best validation loss
         self.latest = None    # the iteration of ckpt.pt, if that belongs to this run
-        self.numbered = None  # iteration -> file of this run; None before the first save
+        self.alone = False    # whether files of other runs have been renamed
 
     def resume(self, origin: Path, saved: dict) -> None:
         """Continue the run that wrote the checkpoint `saved`, read from `origin`."""
@@ -43,8 +37,8 @@ class CheckpointManager:
         self.latest = self.start if origin == self.path else None
 
     def save(self, checkpoint: dict, say=print) -> None:
-        """Write ckpt.pt, then name, copy and delete older checkpoints as described above. Raises
-        UserError if it cannot be written, which names the checkpoint that can still be resumed.
+        """Write ckpt.pt, then copy or rename older ones as described above. Raises UserError if
+        it cannot be written, which names the checkpoint that can still be resumed.
 
         checkpoint: its key `holds_best` tells if it is the best so far. say: called with a line for
             each renamed file.
@@ -52,10 +46,8 @@ class CheckpointManager:
         iteration, best = checkpoint['iter_num'], checkpoint['holds_best']
         try:
             ckpt.save_checkpoint(self.path, {**checkpoint, 'run': self.run},
-                                 lambda: self._keep_previous(iteration, best, say))
+                                 lambda: self._keep_previous(best, say))
         except UserError as e:
-            if 'shards' in checkpoint:
-                shutil.rmtree(self.folder / checkpoint['shards']['folder'], ignore_errors=True)
             raise UserError(f'{e}; {self._left_to_resume()}') from e
         self.latest = iteration
         try:
@@ -63,13 +55,9 @@ class CheckpointManager:
                 self.best = self.path
                 if self.best_path.is_file():
                     link_or_copy(self.path, self.best_path)
-            if self.keep > 1:
-                for old in sorted(self.numbered.keys() - {iteration})[:1 - self.keep]:
-                    self.numbered.pop(old).unlink(missing_ok=True)
         except OSError as e:
-            raise UserError(f'{self.path} is saved, but older checkpoints cannot be renamed or '
-                            f'deleted: {e}; {self._left_to_resume()}') from e
-        ckpt.delete_unused_shards(self.folder, self.run)
+            raise UserError(f'{self.path} is saved, but {self.best_path} cannot be written: {e}; '
+                            f'{self._left_to_resume()}') from e
 
     def _left_to_resume(self):
         if self.latest is not None:
@@ -79,37 +67,30 @@ class CheckpointManager:
                    f'--init_from=resume --resume_from={self.origin.name}'
         return 'this run has no earlier one'
 
-    def _keep_previous(self, iteration, best, say):
-        """Link the files that the new checkpoint replaces to a new name, if they are to be kept."""
-        if self.numbered is None:
+    def _keep_previous(self, best, say):
+        """Link the best checkpoint to a name of its own before a worse one replaces it."""
+        if not self.alone:
             self._move_others_aside(say)
         if not best and self.best not in (None, self.best_path) and self.best.is_file():
             link_or_copy(self.best, self.best_path)
             self.best = self.best_path
             say(f'the best checkpoint so far is kept as {self.best_path}')
-        if self.keep > 1 and self.latest not in (None, iteration) and self.path.is_file():
-            self.numbered[self.latest] = self.folder / f'ckpt_{self.latest:07d}.pt'
-            link_or_copy(self.path, self.numbered[self.latest])
 
     def _move_others_aside(self, say):
         """Before the first save: rename files of other runs, or ahead of `start`."""
-        numbered = {}
-        for path in sorted(self.folder.glob('ckpt*.pt')):
-            number = NUMBERED.fullmatch(path.name)
-            if not number and path not in (self.path, self.best_path):
+        for path in (self.path, self.best_path):
+            if not path.exists():
                 continue
             found = peek(path)
             if found and found.run == self.run and found.iteration <= self.start:
-                if number:
-                    numbered[int(number[1])] = path
-                elif path == self.path:
+                if path == self.path:
                     self.latest = found.iteration
             elif path != self.origin:
                 kept = _free_name(path)
                 # ckpt.pt is linked, not moved: it must exist at all times
                 (link_or_copy if path == self.path else Path.replace)(path, kept)
                 say(f'{path} was there before this run: kept as {kept}')
-        self.numbered = numbered  # last: if one cannot be renamed, the next save tries again
+        self.alone = True  # last: if one cannot be renamed, the next save tries again
 
 
 def _free_name(path: Path) -> Path:
@@ -146,10 +127,10 @@ def checkpoint_in(out_dir: str, name: str) -> Path:
     return Path(out_dir) / name
 
 
-def load_to_resume(path: Path, whole: bool = True) -> dict:
+def load_to_resume(path: Path) -> dict:
     """Like `load_checkpoint`, but its error lists the other checkpoints in the folder."""
     try:
-        return ckpt.load_checkpoint(path, whole=whole)
+        return ckpt.load_checkpoint(path)
     except UserError as e:
         found = {p.name: peek(p) for p in path.parent.glob('ckpt*.pt') if p != path}
         others = sorted(((at.iteration, name) for name, at in found.items() if at), reverse=True)

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from config.errors import UserError
-from config.folder_lock import process_start
 from training.checkpoint_manager import peek
 from training.device import pick_device
 
@@ -28,11 +27,8 @@ class Ranks:
     """
 
     def __init__(self, backend: str = 'gloo', device: str = 'auto', backend_given: bool = False):
-        self.rank, self.world_size = _env('RANK', 0), _env('WORLD_SIZE', 1)
-        if not 0 <= self.rank < self.world_size:
-            raise UserError(f'RANK={self.rank} and WORLD_SIZE={self.world_size} in the '
-                            'environment: ranks are numbered from 0 to WORLD_SIZE - 1, as '
-                            'torchrun sets them')
+        self.world_size = _env('WORLD_SIZE', 1)
+        self.rank = _env('RANK', 0) if self.world_size > 1 else 0
         self.main = self.rank == 0  # writes files and prints
         self.device, self.backend, self.control = pick_device(device), backend, None
         if self.world_size == 1:
@@ -125,21 +121,22 @@ class Ranks:
 
 
 def launch_id() -> str:
-    """Return an id of this torchrun launch, the same after a restart; '' without torchrun."""
-    run = os.environ.get('TORCHELASTIC_RUN_ID', '')
-    if run == 'none':  # no --rdzv-id was given
-        return f'none, agent {process_start(os.getppid())}'
-    return run
+    """Return the id of this torchrun launch, the same after a restart; '' if it has none."""
+    name = os.environ.get('TORCHELASTIC_RUN_ID', '')
+    return '' if name == 'none' else name
 
 
 def go_on_after_restart(s, ranks: Ranks) -> None:
     """If torchrun has restarted the processes (--max-restarts) because one died or joined, change
-    the settings to resume from ckpt.pt, provided that this launch has saved one."""
-    path = Path(s.out_dir) / 'ckpt.pt'
+    the settings to resume from ckpt.pt, provided that this launch has saved one. Raises UserError
+    if it may restart them, but its launch has no id."""
+    path, launch = Path(s.out_dir) / 'ckpt.pt', launch_id()
+    if _env('TORCHELASTIC_MAX_RESTARTS', 0) and not launch:
+        raise UserError('--max-restarts needs a launch with an id, by which a restart knows its '
+                        'own checkpoint: give torchrun --standalone or --rdzv-id=NAME')
     saved = peek(path)
-    if ranks.gather(saved is not None and saved.launch == launch_id() != '')[0]:
-        print(f'{path} was saved by this launch ({launch_id()}), so this is a restart: '
-              'going on from it')
+    if ranks.gather(saved is not None and saved.launch == launch != '')[0]:
+        print(f'{path} was saved by this launch ({launch}), so this is a restart: going on from it')
         s.init_from, s.resume_from = 'resume', path.name
 
 

@@ -9,7 +9,7 @@ import re
 import torch
 
 from config.errors import UserError
-from kv.capacity import total_keys
+from kv.counts import total_keys
 
 A100_BF16_FLOPS = 312e12
 

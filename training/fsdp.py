@@ -12,29 +12,27 @@ from config.errors import UserError
 
 def check(s, dtype: torch.dtype) -> None:
     """Raise UserError if a setting is incompatible with parallel='fsdp'."""
-    for name, wrong in (('optimizer', 'adamw8bit'), ('offload_optimizer', True),
-                        ('recompute', 'auto'), ('memory_report', True)):
-        if getattr(s, name) == wrong:
-            raise UserError(f"{name}={wrong!r} does not go with parallel='fsdp'")
+    if s.memory_report:
+        raise UserError("memory_report=True does not go with parallel='fsdp'")
     if dtype == torch.float16:
         raise UserError("dtype='float16' needs loss scaling, which does not go with "
                         "parallel='fsdp': use bfloat16 or float32")
 
 
-def shard(model, ranks, dtype: torch.dtype, compiled: bool = False, empty: bool = False) -> None:
+def shard(model, ranks, dtype: torch.dtype, compiled: bool = False) -> None:
     """Shard the parameters of a GPT in place, by block; they become DTensors on the ranks' device.
     The values come from rank 0; other ranks' models may be on the 'meta' device.
 
     dtype: for arithmetic. With bfloat16, blocks are gathered in it, but gradients averaged in
     float32. Embeddings, the last norm, the head (autocast rounds its matmul) and the residual
-    stream stay in float32. empty: no rank has values yet.
+    stream stay in float32.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     # V is a view of c_attn's output. Nothing writes to it.
     warnings.filterwarnings('ignore', message='FSDP2-wrapped module .* returned a view tensor')
-    weights = model.state_dict() if ranks.main and not empty else {}
+    weights = model.state_dict() if ranks.main else {}
     model.to('meta')
     model.transformer.wte.weight = model.lm_head.weight  # `to` unties them
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
@@ -45,9 +43,19 @@ def shard(model, ranks, dtype: torch.dtype, compiled: bool = False, empty: bool 
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh)
     model.to_empty(device=ranks.device)
-    if not empty:
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_model_state_dict(model, weights, options=options)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, weights, options=options)
+
+
+def gathered(x, main: bool):
+    """Return a state dict with each DTensor in full in host memory; None if not `main`. All
+    processes must call it. One tensor at a time is in full on the device."""
+    if isinstance(x, dict):
+        return {name: gathered(value, main) for name, value in x.items()}
+    if not is_sharded(x):
+        return x
+    x = x.full_tensor()
+    return x.cpu() if main else None
 
 
 def full(x: torch.Tensor) -> torch.Tensor:
@@ -57,6 +65,11 @@ def full(x: torch.Tensor) -> torch.Tensor:
 
 def is_sharded(x: torch.Tensor) -> bool:
     return hasattr(x, 'full_tensor')
+
+
+def own_nbytes(x: torch.Tensor) -> int:
+    """Return the bytes that this process stores of x."""
+    return (x.to_local() if is_sharded(x) else x).nbytes
 
 
 def like(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -5,11 +5,14 @@ import math
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from config.errors import UserError
 from config.files import regular_only, replacing
 from training.checkpoint import link_or_copy
+
+MAX_ROW = 2 ** 16  # characters; a row of train.py has about 500
 
 
 class RunLog(contextlib.AbstractContextManager):
@@ -47,11 +50,13 @@ class RunLog(contextlib.AbstractContextManager):
             file.close()
 
     def _reopen(self, start_iter, keep_old):
-        kept = [row for row in read_metrics(self.path) if row['iter'] < start_iter]
         if (keep_old or not start_iter) and self.path.is_file() and self.path.stat().st_size:
             link_or_copy(self.path, self.path.with_name('metrics_old.jsonl'))
         with replacing(self.path) as temporary:
-            temporary.write_text(''.join(json.dumps(row) + '\n' for row in kept))
+            with open(temporary, 'w', encoding='utf-8') as file:
+                for row in read_metrics(self.path) if start_iter else ():
+                    if row['iter'] < start_iter:
+                        file.write(json.dumps(row) + '\n')
         return open(self.path, 'a', buffering=1, opener=regular_only)
 
     def line(self, text: str) -> None:
@@ -84,18 +89,20 @@ class RunLog(contextlib.AbstractContextManager):
             tracker.stepped(iter_num, row)
 
 
-def read_metrics(path: Path) -> list[dict]:
-    """Return the rows of a metrics.jsonl up to an invalid line: a crash may truncate the last."""
-    rows = []
-    for line in path.read_text(errors='replace').splitlines() if path.is_file() else []:
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            break
-        if type(row) is not dict or type(row.get('iter')) is not int:
-            break
-        rows.append(row)
-    return rows
+def read_metrics(path: Path) -> Iterator[dict]:
+    """Yield the rows of a metrics.jsonl up to an invalid line: a crash may truncate the last. Only
+    one line is in memory at a time."""
+    if not path.is_file():
+        return
+    with open(path, encoding='utf-8', errors='replace') as file:
+        while line := file.readline(MAX_ROW):
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                return
+            if type(row) is not dict or type(row.get('iter')) is not int:
+                return
+            yield row
 
 
 class Pace:

@@ -7,7 +7,7 @@
 Predictions are for one process and the eager model (compiled models fuse operations and keep less):
 `training.memory_use` measures a step of a model of fake tensors.
 """
-from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
+from config import startup  # noqa: F401  # isort: skip  (before torch is imported)
 import dataclasses
 import functools
 import json
@@ -27,12 +27,9 @@ from kv.console import output, print_table, table_of
 from model import GPT
 from training import native
 from training.device import autocast, pick_device
-from training.int8_forward import train_for_int8
 from training.loss import linear_cross_entropy, rows_at_a_time
 from training.memory_use import free_memory, measure
-from training.optim import state_name
 from training.recompute import NAMES, policy_of, set_recompute
-from training.z_loss import add_z_loss
 
 USABLE = 0.9  # fraction of the free memory; the rest is for workspaces and fragmentation
 LARGEST = 2 ** 20  # sequences
@@ -55,16 +52,12 @@ class Plans:
                  optimizer=None):
         self.s, self.dtype, self.distributed = s, dtype, n_processes > 1
         self.accumulate = s.gradient_accumulation_steps > n_processes
-        self.optimizer = optimizer if optimizer and optimizer.state else state_name(s)
+        self.optimizer = optimizer if optimizer and optimizer.state else s.optimizer
         can_run = device.type != 'cuda' or torch.cuda.is_available()
         self.device = device if can_run else torch.device('cpu')
         self.fake = FakeTensorMode()
         with self.fake, torch.device(self.device):
             self.model = GPT(config)
-            if s.int8_forward:
-                train_for_int8(self.model)
-            if s.attention_z_loss:
-                add_z_loss(self.model, s.attention_z_loss)
         self.model.loss_fn = linear_cross_entropy if s.chunked_loss else None
         if native.wanted(s, device):
             native.speed_up(self.model)
@@ -134,29 +127,6 @@ def largest_batch(peak, budget: int, start: int = 1, whole: int = 0) -> int:
             if n == last:
                 return n
     return 0
-
-
-def choose_policy(s, config, device: torch.device, dtype: torch.dtype, n_processes: int = 1,
-                  least=lambda value: value) -> str:
-    """Choose, and print, the policy for recompute='auto': the fastest whose predicted peak fits the
-    budget. Raises UserError if none fits (naming the smallest peak), or memory_budget is not a
-    size. least: minimum over processes, so that all make the same choice."""
-    plans = Plans(s, config, device, dtype, n_processes)
-    if s.memory_budget:
-        budget = parse_bytes(s.memory_budget, 'memory_budget')
-        words = f'memory_budget={s.memory_budget}'
-    else:
-        free = least(free_memory(device)) // (n_processes if device.type == 'cpu' else 1)
-        budget = int(USABLE * (plans.memory('none').parameters + free))
-        words = f'{nice_bytes(budget)}, {USABLE:.0%} of what is free'
-    for policy in plans.policies:
-        peak = plans.memory(policy).peak
-        if peak <= budget:
-            eager = ' (for the model as it is; compiled it keeps less)' if s.compile else ''
-            print(f"recompute='auto' is {policy!r}: predicted peak {nice_bytes(peak)}{eager}, "
-                  f'budget {words}')
-            return policy
-    raise plans.nothing_fits(f"recompute='auto': no policy fits {words}", s.batch_size, budget)
 
 
 def print_memory_report(run, dtype: torch.dtype) -> None:

@@ -16,10 +16,9 @@ from torch.utils.flop_counter import flop_registry
 import attention.kernels.flex
 from config.errors import UserError
 from config.sizes import available_memory, nice_bytes
-from kv.parts import tensor_nbytes
 from training import native
 from training.device import memory_use
-from training.host_optimizer import HostAdamW
+from training.fsdp import own_nbytes
 from training.optim import state_nbytes
 from training.recompute import policy_of
 
@@ -28,7 +27,6 @@ aten = torch.ops.aten
 # torch's FLOP formulas, and some for what it does not cover: in 2.11, K with fewer heads than Q
 FLOPS = dict(flop_registry)
 FLOPS[aten.addmm_] = flop_registry[aten.addmm]
-FLOPS[aten._int_mm] = flop_registry[aten.mm]
 for name in 'flash_attention', 'flash_attention_for_cpu', 'efficient_attention', 'cudnn_attention':
     name = f'_scaled_dot_product_{name}'
     FLOPS[getattr(aten, name)] = lambda q, k, *_, **__: 4 * q.numel() * k.size(2)
@@ -206,13 +204,11 @@ def _sdpa(q, k, v, window):
 def state_bytes(model, optimizer='adamw') -> tuple[int, int, int]:
     """Return bytes of parameters, gradients and optimizer state on the device. State that does not
     exist yet is predicted. optimizer: an optimizer, or the name of one (see `training.optim`)."""
-    parameters = sum(map(tensor_nbytes, model.parameters()))
-    gradients = sum(tensor_nbytes(p) for p in model.parameters() if p.requires_grad)
-    if isinstance(optimizer, HostAdamW):
-        return parameters, gradients, 0
+    parameters = sum(map(own_nbytes, model.parameters()))
+    gradients = sum(own_nbytes(p) for p in model.parameters() if p.requires_grad)
     if not isinstance(optimizer, str) and optimizer.state:
         state = tree_leaves(list(optimizer.state.values()))
-        return parameters, gradients, sum(tensor_nbytes(x) for x in state if torch.is_tensor(x))
+        return parameters, gradients, sum(own_nbytes(x) for x in state if torch.is_tensor(x))
     name = optimizer if isinstance(optimizer, str) else 'adamw'
     return parameters, gradients, state_nbytes(model, name)
 
@@ -220,11 +216,8 @@ def state_bytes(model, optimizer='adamw') -> tuple[int, int, int]:
 def memory_line(model, optimizer, device: torch.device) -> str:
     """Return two lines to print after the first step: bytes of live tensors, and the peak."""
     parameters, gradients, state = state_bytes(model, optimizer)
-    on_host = ''
-    if isinstance(optimizer, HostAdamW):
-        on_host = f' (and {nice_bytes(optimizer.host_nbytes())} on the host)'
     text = (f'memory: parameters {nice_bytes(parameters)}, gradients {nice_bytes(gradients)}, '
-            f'optimizer {nice_bytes(state)}{on_host}')
+            f'optimizer {nice_bytes(state)}')
     peak = memory_use(device).peak
     if device.type == 'cuda':
         rest = max(0, peak - parameters - gradients - state)
@@ -242,6 +235,5 @@ def free_memory(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0] + cached
     free = available_memory()
     if not free:
-        raise UserError('this system does not say how much memory is free: give memory_budget, as '
-                        "'8GB'")
+        raise UserError('this system does not say how much memory is free: give --budget=8GB')
     return free

@@ -1,10 +1,8 @@
 """Optimizers, in nanoGPT's two groups (matrices decay, vectors do not), and the learning rate.
 
-    'adamw'      AdamW (Loshchilov & Hutter 2019), fused where torch supports it
-    'muon'       Muon (Jordan et al. 2024) for the matrices of the blocks, AdamW for the rest
-    'adamw8bit'  torchao's AdamW with moments in 8 bits (Dettmers et al. 2022)
-
-With `offload_optimizer`, AdamW's state and steps are in host memory (`training.host_optimizer`).
+    'adamw'  AdamW (Loshchilov & Hutter 2019), fused where torch supports it
+    'muon'   Muon (Jordan et al. 2024) for the matrices of the blocks (not the tables of embeddings
+             there), AdamW for the rest
 
 Muon's steps are scaled to the size of AdamW's (Liu et al. 2025, "Muon is scalable for LLM
 training"), so that both use the same learning rate.
@@ -13,13 +11,10 @@ import math
 
 import torch
 
-from config.errors import UserError
 from training.device import multiplies_bfloat16
 from training.fsdp import is_sharded, like
-from training.host_optimizer import HostAdamW
 
 TOGETHER = 2 ** 21  # numbers in the matrices that Muon orthogonalizes together
-ON_HOST = 'adamw on the host'
 
 
 def configure_optimizers(model, weight_decay, learning_rate, betas, device_type):
@@ -30,30 +25,15 @@ def configure_optimizers(model, weight_decay, learning_rate, betas, device_type)
     return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused or None)
 
 
-def check_optimizer(s) -> None:
-    """Raise UserError if torchao is missing, or `offload_optimizer` is used without AdamW."""
-    if s.offload_optimizer and s.optimizer != 'adamw':
-        raise UserError(f"offload_optimizer=True goes with optimizer='adamw', not {s.optimizer!r}")
-    if s.optimizer == 'adamw8bit':
-        _adamw8bit()
-
-
 def make_optimizer(model, s, device_type: str) -> torch.optim.Optimizer:
-    """Make the optimizer given by train.py's settings `s`. UserError if `check_optimizer` fails."""
-    check_optimizer(s)
+    """Make the optimizer given by train.py's settings `s`."""
     betas = s.beta1, s.beta2
-    if s.optimizer == 'adamw' and not s.offload_optimizer:
+    if s.optimizer == 'adamw':
         return model.configure_optimizers(s.weight_decay, s.learning_rate, betas, device_type)
-    options = {'lr': s.learning_rate, 'betas': betas}
     groups = _groups(model, s.weight_decay)
-    if s.offload_optimizer:
-        print('using AdamW on the host')
-        return HostAdamW(groups, **options)
-    if s.optimizer == 'adamw8bit':
-        return _adamw8bit()(groups, **options)
-    blocks = {id(p) for p in model.transformer.h.parameters()}
-    matrices = [p for p in groups[0]['params'] if id(p) in blocks]
-    groups[0]['params'] = [p for p in groups[0]['params'] if id(p) not in blocks]
+    for_muon = _orthogonalized_ids(model)
+    matrices = [p for p in groups[0]['params'] if id(p) in for_muon]
+    groups[0]['params'] = [p for p in groups[0]['params'] if id(p) not in for_muon]
     print(f'using Muon for {len(matrices)} matrices of blocks, with '
           f'{sum(p.numel() for p in matrices):,} parameters, and AdamW for the others')
     # torch's Muon takes much of a small model's step on a CPU, and most of it without instructions
@@ -62,7 +42,15 @@ def make_optimizer(model, s, device_type: str) -> torch.optim.Optimizer:
     kind = BatchedMuon if batched else torch.optim.Muon
     muon = kind(matrices, lr=s.learning_rate, weight_decay=s.weight_decay,
                 momentum=s.muon_momentum, adjust_lr_fn='match_rms_adamw')
-    return CombinedOptimizer(muon, torch.optim.AdamW(groups, **options, fused=batched or None))
+    adamw = torch.optim.AdamW(groups, lr=s.learning_rate, betas=betas, fused=batched or None)
+    return CombinedOptimizer(muon, adamw)
+
+
+def _orthogonalized_ids(model) -> set[int]:
+    """The ids of the parameters for Muon. The rows of an embedding are vectors of their own."""
+    blocks = model.transformer.h
+    tables = {id(m.weight) for m in blocks.modules() if isinstance(m, torch.nn.Embedding)}
+    return {id(p) for p in blocks.parameters() if p.dim() == 2} - tables
 
 
 def _groups(model, weight_decay):
@@ -75,15 +63,6 @@ def _groups(model, weight_decay):
               f'{sum(p.numel() for p in group):,} parameters')
     return [{'params': decay, 'weight_decay': weight_decay},
             {'params': no_decay, 'weight_decay': 0.0}]
-
-
-def _adamw8bit():
-    try:
-        from torchao.optim import AdamW8bit
-    except ImportError as e:
-        raise UserError("optimizer='adamw8bit' needs the torchao package: "
-                        "pip install -e '.[int8]'") from e
-    return AdamW8bit
 
 
 class BatchedMuon(torch.optim.Muon):
@@ -169,30 +148,6 @@ class CombinedOptimizer(torch.optim.Optimizer):
             part.step()
 
 
-def optimizer_state(optimizer) -> dict:
-    """Return its `state_dict`, with torchao's 8-bit moments as plain tensors, so that a checkpoint
-    can be read without torchao."""
-    state = optimizer.state_dict()
-    plain = {i: {name: _to_plain(x) for name, x in values.items()}
-             for i, values in state['state'].items()}
-    return {**state, 'state': plain}
-
-
-def _to_plain(x):
-    if not hasattr(x, '__tensor_flatten__'):
-        return x
-    names, about = x.__tensor_flatten__()
-    return {'8bit': {name: getattr(x, name) for name in names}, 'about': about}
-
-
-def _from_plain(x, param):
-    """Undo `_to_plain`; an ordinary tensor is sharded like its parameter."""
-    if isinstance(x, dict):
-        from torchao.optim.subclass_8bit import OptimState8bit
-        return OptimState8bit.__tensor_unflatten__(x['8bit'], x['about'])
-    return like(param, x) if torch.is_tensor(x) else x
-
-
 def load_optimizer(optimizer, state: dict) -> None:
     """`load_state_dict`; also checks shapes, which torch does not. The settings of the groups, such
     as `fused`, are not loaded, because the checkpoint may come from a different device. A state
@@ -203,7 +158,7 @@ def load_optimizer(optimizer, state: dict) -> None:
     groups = [{**saved, **mine, 'params': saved['params']}
               for saved, mine in zip(state['param_groups'], own)]
     params = [p for group in optimizer.param_groups for p in group['params']]
-    values = {i: {name: _from_plain(x, params[i]) for name, x in its.items()}
+    values = {i: {name: like(params[i], x) if torch.is_tensor(x) else x for name, x in its.items()}
               for i, its in state['state'].items()}
     optimizer.load_state_dict({'state': values, 'param_groups': groups})
     for p in params:
@@ -212,34 +167,17 @@ def load_optimizer(optimizer, state: dict) -> None:
                 raise ValueError(f'{name} is {tuple(x.shape)}, its parameter {tuple(p.shape)}')
 
 
-def state_name(s) -> str:
-    """Return the name of the optimizer in train.py's settings, for `state_nbytes`."""
-    return ON_HOST if s.offload_optimizer else s.optimizer
-
-
 def state_nbytes(model, name: str) -> int:
     """Return the bytes of an optimizer's state on the device after its first step."""
-    if name == ON_HOST:
-        return 0
-    blocks = {id(p) for p in model.transformer.h.parameters()}
-    total = 0
+    for_muon, total = _orthogonalized_ids(model), 0
     for p in (p for p in model.parameters() if p.requires_grad):
-        n = p.numel()
-        if name == 'adamw8bit' and n >= 4096 and n % 256 == 0:
-            total += 2 * (n + 4 * n // 256 + 4 * 256) + 4  # codes, a scale per 256 codes, a map
-        elif name == 'muon' and p.dim() >= 2 and id(p) in blocks:
-            total += p.nbytes
-        else:
-            total += 2 * p.nbytes + 4
+        total += p.nbytes if name == 'muon' and id(p) in for_muon else 2 * p.nbytes + 4
     return total
 
 
 def set_learning_rate(optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
-        if torch.is_tensor(group['lr']):  # torchao's compiled step would recompile for a new number
-            group['lr'].fill_(lr)
-        else:
-            group['lr'] = lr
+        group['lr'] = lr
 
 
 def learning_rate_at(it: int, s) -> float:

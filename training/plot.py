@@ -5,7 +5,7 @@
 
 The figure shows the training loss as logged (a pale line) and the validation loss (circles).
 """
-from config import missing  # noqa: F401  # isort: skip  (before packages that may be missing)
+from config import startup  # noqa: F401  # isort: skip  (before torch is imported)
 import argparse
 import itertools
 import math
@@ -18,6 +18,7 @@ from configurator import run_program
 from training.log import read_metrics
 from training.plotting import COLOURS, save, subplots
 
+COLUMNS = 'iter', 'loss', 'val_loss', 'time_ms', 'tokens_per_second'
 UNITS = {'iter': ('iteration', 1), 'tokens': ('training tokens (millions)', 1e6),
          'time': ('training time without evaluations (minutes)', 60)}
 
@@ -27,32 +28,25 @@ def read_run(folder: str, x: str = 'iter') -> tuple[np.ndarray, np.ndarray, np.n
     measured), the losses and the validation losses: float64 of equal length, NaN where there is
     none. Raises UserError if the file has no such curves."""
     path = Path(folder) / 'metrics.jsonl'
+    rows = ([math.nan if row.get(name) is None else float(row[name]) for name in COLUMNS]
+            for row in read_metrics(path))
     try:
-        rows = read_metrics(path)
+        table = np.fromiter(map(tuple, rows), np.dtype((float, len(COLUMNS))))
     except OSError as e:
         raise UserError(f'{path} cannot be read: {e.strerror}') from e
-    if not rows:
+    except (TypeError, ValueError, OverflowError) as e:
+        raise UserError(f'{path} is not a metrics.jsonl of train.py: not every one of '
+                        f'{", ".join(COLUMNS)} is a number') from e
+    if not len(table):
         raise UserError(f'nothing was logged in {str(path)!r}: give the out_dir of a run of '
                         'train.py')
-    iters, loss, val_loss, time_ms, rate = (
-        _column(rows, name, path)
-        for name in ('iter', 'loss', 'val_loss', 'time_ms', 'tokens_per_second'))
+    iters, loss, val_loss, time_ms, rate = np.where(np.isfinite(table), table, math.nan).T
     seconds = time_ms / 1000  # per step, the mean since the previous line
     per_step = {'iter': np.ones_like(iters), 'time': seconds, 'tokens': np.round(seconds * rate)}[x]
     at = np.cumsum(np.diff(iters, prepend=0) * per_step)
     if np.isnan(at).any():
         raise UserError(f'{path} has lines without time_ms or tokens_per_second: use --x=iter')
     return at, loss, val_loss
-
-
-def _column(rows, name, path):
-    try:
-        values = [row.get(name) for row in rows]
-        column = np.array([math.nan if each is None else float(each) for each in values])
-    except (TypeError, ValueError) as e:
-        raise UserError(f'{path} is not a metrics.jsonl of train.py: {name} is not a number in '
-                        'every line') from e
-    return np.where(np.isfinite(column), column, math.nan)
 
 
 def draw(folders: list[str], path: Path, x: str = 'iter') -> None:

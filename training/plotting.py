@@ -2,8 +2,10 @@
 names next to points and the ends of lines."""
 import contextlib
 import itertools
+from pathlib import Path
 
 from config.errors import UserError
+from config.files import replacing
 
 STYLE = {'figure.facecolor': 'white', 'axes.facecolor': 'white',
          'text.color': '#1f2328', 'axes.labelcolor': '#1f2328', 'axes.edgecolor': '#8c959f',
@@ -40,9 +42,11 @@ def subplots(**kwargs):
 
 
 def save(figure, path, **kwargs) -> None:
-    """Write a figure. Raises UserError if the path is not writable or has an unknown suffix."""
+    """Write a figure; a link is replaced, not followed. Raises UserError if the path is not
+    writable or has an unknown suffix."""
     try:
-        figure.savefig(path, **kwargs)
+        with replacing(Path(path)) as temporary:
+            figure.savefig(temporary, format=Path(path).suffix[1:], **kwargs)
     except (OSError, ValueError) as e:
         raise UserError(f'{path} cannot be written: {e}') from e
 

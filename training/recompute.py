@@ -22,12 +22,13 @@ from torch.utils.checkpoint import (
     CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts)
 
 from config.errors import UserError
+from config.removed import removed
 from training.offload import offloaded
 
 NAMES = ('none', 'selective', 'mlp', 'block', 'sqrt', 'offload')  # the fastest first; and 'every:K'
 
 aten = torch.ops.aten
-MATMULS = {aten.mm.default, aten.addmm.default, aten._int_mm.default}
+MATMULS = {aten.mm.default, aten.addmm.default}
 ATTENTION = {getattr(aten, name).default for name in (
     '_scaled_dot_product_flash_attention_for_cpu', '_scaled_dot_product_flash_attention',
     '_scaled_dot_product_efficient_attention', '_scaled_dot_product_cudnn_attention')}
@@ -77,8 +78,8 @@ class Recompute:
             size = int(number)
         elif name not in NAMES:
             allowed = ', '.join(map(repr, NAMES))
-            raise UserError(f"recompute={name!r}: allowed are {allowed}, 'every:K', and in "
-                            "train.py 'auto'")
+            raise UserError(removed('recompute', name)
+                            or f"recompute={name!r}: allowed are {allowed} and 'every:K'")
         starts = range(0, n_layer, size) if size else ()
         segments = tuple((first, min(first + size, n_layer)) for first in starts)
         return cls(name, segments, dropout)
@@ -105,6 +106,6 @@ def _select(dropout, context, op, *args, **kwargs):
     keeps anyway, and recomputation stops before it, unless dropout follows."""
     kept = op in ATTENTION or op.name().startswith(
         ('flex_attention', 'flash_attn::', 'nanokv::attention'))
-    if op in MATMULS:  # mm(x, w), _int_mm(x, w) or addmm(bias, x, w)
+    if op in MATMULS:  # mm(x, w) or addmm(bias, x, w)
         kept = dropout or args[-2].size(-1) <= args[-1].size(-1)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

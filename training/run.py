@@ -7,14 +7,14 @@ import torch
 from attention.kernels.choose import choose
 from attention.kernels.flex import block_mask
 from config.errors import UserError
-from config.gpt_config import GPTConfig, model_args
+from config.gpt_config import GPTConfig, model_args, unknown_field
 from config.schema import MODEL
 from data.recall.tasks import TASKS
 from data.tokenfiles import open_split
 from data.tokenizer import bytes_per_token
 from model import GPT
 from training import checkpoint as ckpt
-from training import fsdp, int8_training, native
+from training import fsdp, native
 from training.adapt import adapt, adapted_config, differences, keep_trained, wishes
 from training.batches import open_batches, open_meta
 from training.checkpoint_manager import CheckpointManager, checkpoint_in, load_to_resume
@@ -22,14 +22,12 @@ from training.device import (
     autocast, describe_attention, device_name, keep_freed_memory, memory_use)
 from training.distributed import launch_id
 from training.flops import achieved, peak_tflops
-from training.int8_forward import train_for_int8
 from training.load_model import check_weights
 from training.loss import linear_cross_entropy
-from training.memory import choose_policy, print_memory_report
-from training.optim import load_optimizer, make_optimizer, optimizer_state
+from training.memory import print_memory_report
+from training.optim import load_optimizer, make_optimizer
 from training.recompute import set_recompute
 from training.update import GuardedUpdate, broken, propagate_nonfinite
-from training.z_loss import add_z_loss
 
 
 class Run:
@@ -38,7 +36,7 @@ class Run:
         self.s, self.ranks, self.device = s, ranks, ranks.device
         keep_freed_memory(self.device)
         self.out_dir = Path(s.out_dir)
-        self.manager = CheckpointManager(self.out_dir, s.keep_checkpoints)
+        self.manager = CheckpointManager(self.out_dir)
         self.path, self.origin = self.manager.path, checkpoint_in(s.out_dir, s.resume_from)
         self.dtype = native.training_dtype(s, self.device)
         if len(set(ranks.gather(self.dtype))) > 1:  # machines of different kinds
@@ -48,16 +46,13 @@ class Run:
         self.sharded = s.parallel == 'fsdp' and ranks.world_size > 1
         if s.parallel == 'fsdp':  # also with one process: a resumed run may have more
             fsdp.check(s, self.dtype)
-        if s.int8_training:
-            int8_training.check(self.dtype, self.device)
         self.iter_num, self.best_val_loss = 0, torch.tensor(1e9)
         self.saved_at = -1       # iteration of the last checkpoint saved or resumed from
         self.holds_best = False  # whether that checkpoint has the best validation loss
         torch.manual_seed(s.seed)
         torch.set_float32_matmul_precision('high' if s.tf32 else 'highest')
 
-        resumes = s.init_from == 'resume'
-        saved = load_to_resume(self.origin, whole=not self.sharded) if resumes else None
+        saved = load_to_resume(self.origin) if s.init_from == 'resume' else None
         with ranks.main_first():
             meta = open_meta(s, data_root)
         self.tokens = ckpt.tokens_id(meta)
@@ -68,7 +63,7 @@ class Run:
         self._open_batches(data_root)
         self.bytes_per_token = 0.0 if s.dataset in TASKS else bytes_per_token(
             meta, open_split(data_root / s.dataset, 'val'))
-        self._prepare_model(empty='shards' in (saved or {}))
+        self._prepare_model()
         self.optimizer = make_optimizer(self.model, s, self.device.type)
         self.update = GuardedUpdate(self.optimizer, self.scaler, s.grad_clip, self.device)
         self.batch = self._resume(saved) if saved else self.batches.next()
@@ -87,31 +82,23 @@ class Run:
         self.batches = open_batches(s, data_root, ranks, generator, self.model.config.vocab_size)
         torch.manual_seed(s.seed + ranks.rank)  # dropout
 
-    def _prepare_model(self, empty):
-        """Set up recomputation, kernels and sharding. empty: weights are read from shards later."""
+    def _prepare_model(self):
+        """Set up recomputation, kernels and sharding."""
         s, ranks, model = self.s, self.ranks, self.model
-        policy = 'block' if s.checkpoint_blocks else s.recompute
         if not self.sharded:
             model.to(self.device)
-        if policy == 'auto':
-            policy = choose_policy(s, model.config, self.device, self.dtype, ranks.world_size,
-                                   lambda value: min(ranks.gather(value)))
-        set_recompute(model, policy)
+        set_recompute(model, 'block' if s.checkpoint_blocks else s.recompute)
         model.loss_fn = linear_cross_entropy if s.chunked_loss else None
         model.attention_backend = s.attention_backend
-        if s.int8_training:
-            int8_training.train_in_int8(model)
-        if s.int8_forward:
-            train_for_int8(model)
-            print('rounding the weights and inputs of the blocks to int8')
         if self.sharded:
-            fsdp.shard(model, ranks, self.dtype, s.compile, empty)
-        self.z_loss_scale = add_z_loss(model, s.attention_z_loss) if s.attention_z_loss else None
+            fsdp.shard(model, ranks, self.dtype, s.compile)
         print(describe_attention(model, self.dtype, model.config.dropout))
         if native.wanted(s, self.device):
             native.speed_up(model)
             matmuls = ', matmuls in bfloat16' if self.dtype == torch.bfloat16 else ''
-            print(f'training on a CPU: attention, QK-norm, GELU and loss in C++{matmuls} '
+            unknown = unknown_field(model.config, 'fast')
+            attention = f'attention in torch, for {unknown};' if unknown else 'attention,'
+            print(f'training on a CPU: {attention} QK-norm, GELU and loss in C++{matmuls} '
                   "(dtype='float32' uses torch's)")
         print(f'number of parameters: {model.get_num_params() / 1e6:.2f}M')
 
@@ -151,16 +138,11 @@ class Run:
         if not saved and not changes:
             return model, False
         weights = saved or {'model': model.state_dict()}
-        if changes and 'shards' in weights:
-            ckpt.fill_from_shards(origin, weights)
-        if saved and 'shards' not in weights:
+        if saved:
             check_weights(old, weights, origin)
         adapt(weights, old, config, origin)
-        sharded = 'shards' in weights  # each process reads its part once the model is sharded
-        with torch.device('meta' if sharded else 'cpu'):
-            model = GPT(config)
-        if not sharded:
-            ckpt.load_weights(model, weights, origin)
+        model = GPT(config)
+        ckpt.load_weights(model, weights, origin)
         return model, bool(changes)
 
     def _new_model(self, meta):
@@ -191,8 +173,6 @@ class Run:
 
     def _resume(self, saved):
         """Restore optimizer, scaler, counters and generators; returns the next batch."""
-        if 'shards' in saved:  # read this process's part of them
-            ckpt.read_shards(self.origin, saved, self._destinations, self.ranks.control)
         with ckpt.restoring(self.origin, 'optimizer'):
             kind = saved['config'].get('optimizer', 'adamw')
             if saved['optimizer']['state'] and kind != self.s.optimizer:
@@ -225,24 +205,6 @@ class Run:
         with ckpt.restoring(self.origin, 'data_rng'):
             return self.batches.resume(saved['data_rng'])
 
-    def _destinations(self, names):
-        """Return tensors to read shards into: the model's parameters, and new ones for moments."""
-        params = [p.detach() for group in self.optimizer.param_groups for p in group['params']]
-        tensors = {f'model.{name}': p.detach() for name, p in self.model.named_parameters()}
-        for match in filter(None, map(ckpt.MOMENT.fullmatch, names)):
-            if int(match[1]) < len(params):
-                tensors[match[0]] = torch.zeros_like(params[int(match[1])])
-        return tensors
-
-    def _tensors(self):
-        """Return a checkpoint's weights and optimizer, as tensors or as newly written shards."""
-        if not self.sharded:
-            return {'model': self.model.state_dict(), 'optimizer': optimizer_state(self.optimizer)}
-        # rank 0's run id is the one that is saved
-        name = self.ranks.gather(ckpt.shards_name(self.manager.run, self.iter_num))[0]
-        return ckpt.write_shards(self.out_dir / name, dict(self.model.named_parameters()),
-                                 self.optimizer.state_dict(), self.ranks.control)
-
     def save(self, best: bool, say=print):
         """Write ckpt.pt from rank 0. All ranks must call it, since each has its own generators.
         Raises UserError if it cannot be written; the previous checkpoint is then intact.
@@ -250,16 +212,35 @@ class Run:
         best: whether the validation loss is the best so far. say: as in `CheckpointManager.save`.
         """
         self.holds_best = best or (self.holds_best and self.saved_at == self.iter_num)
-        states, tensors = self.ranks.gather(ckpt.rng_state()), self._tensors()
+        states = self.ranks.gather(ckpt.rng_state())
+        if self.sharded:
+            weights, moments = (fsdp.gathered(x.state_dict(), self.ranks.main)
+                                for x in (self.model, self.optimizer))
+            weights[ckpt.HEAD] = weights[ckpt.EMBEDDING]  # one parameter, gathered twice
+        else:
+            weights, moments = self.model.state_dict(), optimizer_state(self.optimizer)
         if self.ranks.main:
             self.manager.save({
-                **tensors, 'model_args': model_args(self.model.config), 'iter_num': self.iter_num,
+                'model': weights, 'optimizer': moments,
+                'model_args': model_args(self.model.config), 'iter_num': self.iter_num,
                 'best_val_loss': self.best_val_loss, 'config': vars(self.s),
                 # beyond nanoGPT's keys: what an exact resume needs
                 'scaler': self.scaler.state_dict(), 'rng': states, 'data_rng': self.batches.state,
                 'holds_best': self.holds_best, 'skipped': int(self.update.counts[0]),
                 'launch': launch_id(), 'tokens': self.tokens, 'meta': self.meta}, say)
         self.saved_at = self.iter_num
+
+    def why_unsaved(self, first: int) -> str:
+        """Return a line for a run from iteration `first` that ends without having saved a
+        checkpoint, '' if it has saved one."""
+        if self.saved_at > first or (self.changed and self.saved_at == first):
+            return ''
+        kept = f'; {self.origin} is still of iteration {first}' if self.saved_at == first else ''
+        if first == self.s.max_iters == 0:
+            return 'Note: no checkpoint was saved, since none is at iteration 0: give --max_iters=1'
+        return ('Note: no checkpoint was saved, since the validation loss did not improve and '
+                f'always_save_checkpoint=False{kept}: give --always_save_checkpoint=True, or '
+                '--checkpoint_interval=N to save every N iterations')
 
     @torch.no_grad()
     def evaluate(self, stop):
@@ -291,8 +272,6 @@ class Run:
         iterations were all skipped."""
         self.trained.train()
         n = self.s.gradient_accumulation_steps // self.ranks.world_size
-        if self.z_loss_scale is not None:
-            self.z_loss_scale.copy_(self.scaler.scale(self.update.one) / n)
         for k in range(n):
             self._sync_gradients(k == n - 1)
             with self.autocast:

@@ -1,4 +1,5 @@
 """Checks train.py's settings before anything is loaded or written."""
+import os
 import warnings
 from pathlib import Path
 
@@ -9,8 +10,7 @@ from data.tokenfiles import is_prepared
 from kv.plan import plan_kv
 from training.checkpoint_manager import checkpoint_in
 from training.device import check_seed
-from training.int8_training import int8_linear
-from training.optim import check_optimizer, cooldown
+from training.optim import cooldown
 
 
 def check_settings(s, data_root: Path) -> None:
@@ -21,9 +21,9 @@ def check_settings(s, data_root: Path) -> None:
                         f'prepared (data/{s.dataset}/prepare.py does it: 9 billion tokens, hours); '
                         'to begin, train the demo: python train.py config/train_mqa_local.py')
     at_least(s, batch_size=1, gradient_accumulation_steps=1, eval_interval=1, log_interval=1,
-             eval_iters=1, keep_checkpoints=1, max_skipped=1, max_iters=0, warmup_iters=0,
+             eval_iters=1, max_skipped=1, max_iters=0, warmup_iters=0,
              grad_clip=0, weight_decay=0, learning_rate=0, min_lr=0, checkpoint_interval=0,
-             cooldown_iters=0, data_prefetch=0, attention_z_loss=0)
+             cooldown_iters=0, data_prefetch=0)
     if s.lr_schedule == 'wsd' and s.decay_lr and s.warmup_iters + cooldown(s) > s.lr_decay_iters:
         raise UserError(f'warmup_iters={s.warmup_iters} and cooldown_iters={cooldown(s)} are more '
                         f'than lr_decay_iters={s.lr_decay_iters}')
@@ -38,12 +38,6 @@ def check_settings(s, data_root: Path) -> None:
                         'know: give --compile=False')
     if s.data_prefetch > 64:
         raise UserError(f'data_prefetch={s.data_prefetch}: at most 64 batches ahead')
-    check_optimizer(s)
-    if s.int8_training and s.int8_forward:
-        raise UserError('int8_training=True and int8_forward=True round the same matmuls in two '
-                        'ways: leave one out')
-    if s.int8_training:
-        int8_linear()
     for seed in (s.seed, s.data_seed) if s.data_seed >= 0 else (s.seed,):
         check_seed(seed)
     if s.init_from == 'scratch':
@@ -53,8 +47,11 @@ def check_settings(s, data_root: Path) -> None:
     if s.resume_from != 'ckpt.pt' and s.init_from != 'resume':
         raise UserError(f'resume_from={s.resume_from!r} says where to go on, but init_from is '
                         f'{s.init_from!r}: give --init_from=resume too')
+    real = os.path.realpath(s.out_dir)
+    if not s.out_dir or real == os.path.dirname(real):
+        what = 'the root of the file system' if s.out_dir else 'empty'
+        raise UserError(f'out_dir={s.out_dir!r} is {what}: give a folder for this run, as out')
     out_dir = Path(s.out_dir)
-    blocker = next((p for p in (out_dir, *out_dir.parents) if p.exists()), None)
-    if not s.out_dir or (blocker and not blocker.is_dir()):
-        why = f': {blocker} is a file' if blocker else ''
-        raise UserError(f'out_dir={s.out_dir!r} cannot be a folder{why}')
+    blocker = next((p for p in (out_dir, *out_dir.parents) if os.path.exists(p)), None)
+    if blocker and not os.path.isdir(blocker):
+        raise UserError(f'out_dir={s.out_dir!r} cannot be a folder: {blocker} is a file')

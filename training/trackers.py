@@ -18,10 +18,14 @@ def check_packages(s) -> None:
 
 def open_trackers(s, out_dir: Path, start_iter: int) -> list:
     """Open the trackers in the settings. TensorBoard's events from `start_iter` on are replaced,
-    unless the run only evaluates. Raises UserError if Weights & Biases cannot start."""
+    unless the run only evaluates. Raises UserError if Weights & Biases cannot start, or the folder
+    of TensorBoard's events is a link."""
     trackers = [WandB(s)] if s.wandb_log else []
     if s.tensorboard_log:
-        trackers.append(TensorBoard(out_dir / 'tensorboard', None if s.eval_only else start_iter))
+        folder = out_dir / 'tensorboard'
+        if folder.is_symlink():  # the events would be written elsewhere
+            raise UserError(f'{folder} is a link: delete it')
+        trackers.append(TensorBoard(folder, None if s.eval_only else start_iter))
     return trackers
 
 

@@ -6,9 +6,9 @@
     python data/fineweb_edu/prepare.py --from dump.jsonl         # from a copy you have
 
 Streamed from the Hugging Face hub (pip install 'datasets>=4') into train_00000.bin, ... and
-val.bin, without a copy of the raw text on disk. Ctrl-C keeps the progress, and the same command
-continues; --restart discards it. One document in 2,000 is for validation, by a hash of its text
-(5 million tokens of 10 billion). The order is the hub's.
+val.bin, without a copy of the raw text on disk. An interrupted preparation starts again. One
+document in 2,000 is for validation, by a hash of its text (5 million tokens of 10 billion). The
+order is the hub's.
 """
 
 import sys

@@ -5,11 +5,9 @@ choice without knowing the number of documents, and duplicates end up in the sam
 """
 
 import hashlib
-import itertools
 import json
 import os
 import re
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,14 +20,13 @@ from rich.progress import TimeElapsedColumn
 
 from config.errors import UserError
 from data.bpe import encode_documents
-from data.download import progress_bar
+from data.download import check_hub, progress_bar
 from data.gpt2_bpe import gpt2_encoding, valid_text
 from data.making.script import Arguments, fraction, whole
 from data.making.textfiles import read_blocks
 from data.making.writer import TokenWriter
 
 BATCH = 1 << 20  # characters that a thread encodes at a time
-CHECKPOINT = 20_000_000  # tokens between two checkpoints
 
 
 def arguments(doc: str, script: str) -> Arguments:
@@ -46,8 +43,6 @@ def arguments(doc: str, script: str) -> Arguments:
                         help='tokens per train file (default: 100,000,000, which are 200 MB)')
     parser.add_argument('--workers', type=whole, default=max(1, (os.cpu_count() or 2) - 1),
                         metavar='N', help='threads that encode (default: one per core but one)')
-    parser.add_argument('--restart', action='store_true',
-                        help='discard the progress of an interrupted preparation')
     return parser
 
 
@@ -56,63 +51,29 @@ def prepare(args: Any, path: str, config: str | None = None) -> None:
     Raises UserError as TokenWriter does, or if the documents are not available."""
     if args.files:
         check_files(args.files)
-        source = partial(file_documents, args.files)
-        # a changed size means different documents; copies may differ in time, so it is ignored
-        name = [[str(file.resolve()), file.stat().st_size] for file in args.files]
+        documents = file_documents(args.files)
     else:
         load_dataset()
-        source = partial(hub_documents, path, config)
-        name = [path, config]
-    key = {'source': name, 'val': args.val, 'shard_tokens': args.shard_tokens,
-           'max_tokens': args.max_tokens}
-    encoding = gpt2_encoding()
-    if args.restart:
-        next(iter(source(0)), None)  # fails before anything is discarded
-    with TokenWriter(args.out, None, args.shard_tokens, key=key, restart=args.restart) as out:
-        if out.finished:
-            print('all had been encoded: finished what was interrupted', file=sys.stderr)
-        else:
-            write(out, source, encoding, args)
-
-
-def write(out: TokenWriter, source: Callable[[int], Iterable[str]], encoding: Any,
-          args: Any) -> None:
-    """Encode documents of `source(number to skip)` to the end or max_tokens, with checkpoints."""
-    documents, saved = out.documents, out.tokens.total()
-    if documents:
-        print(f'going on after {documents:,} documents, {saved:,} tokens', file=sys.stderr)
-    try:
+        documents = hub_documents(path, config)
+    arrays = encoded(batches(documents), gpt2_encoding(), args.val, args.workers)
+    with TokenWriter(args.out, None, args.shard_tokens) as out:
         with progress_bar('{task.completed:,} tokens', TimeElapsedColumn()) as bar:
-            task, texts = bar.add_task(''), batches(source(documents))
-            for train, val, n in encoded(texts, encoding, args.val, args.workers):
+            task = bar.add_task('')
+            for train, val in arrays:
                 left = args.max_tokens and args.max_tokens - out.tokens['train']
                 out.add('train', train[:left])
                 out.add('val', val)
-                documents += n
-                total = out.tokens.total()
-                bar.update(task, completed=total)
+                bar.update(task, completed=out.tokens.total())
                 if left is not None and len(train) >= left:
                     break
-                if total >= saved + CHECKPOINT:
-                    out.checkpoint(documents)
-                    saved = total
-                    if bar.disable:
-                        print(f'{total:,} tokens', file=sys.stderr)
-    except BaseException:
-        if out.resumable:
-            print(f'kept {out.documents:,} documents in {str(args.out)!r}: '
-                  'the same command goes on from there', file=sys.stderr)
-        raise
-    for split in ('train', 'val'):
-        if not out.tokens[split]:
-            out.forget()  # continuing would not help
-            raise UserError(f'none of {documents:,} documents is for {split} with '
-                            f'--val={args.val}; allowed are more documents or another share')
+        for split in ('train', 'val'):
+            if not out.tokens[split]:
+                raise UserError(f'none of the documents is for {split} with --val={args.val}; '
+                                'allowed are more documents or another share')
 
 
 def batches(documents: Iterable[str], characters: int = BATCH) -> Iterator[list[str]]:
-    """Yield lists of documents of at least `characters` characters, except for the last one. Empty
-    documents are kept: a resumed preparation skips documents by number."""
+    """Yield lists of documents of at least `characters` characters, except for the last one."""
     batch, size = [], 0
     for text in documents:
         batch.append(text)
@@ -124,20 +85,19 @@ def batches(documents: Iterable[str], characters: int = BATCH) -> Iterator[list[
         yield batch
 
 
-def encode_batch(texts: list[str], encoding: Any,
-                 share: float) -> tuple[np.ndarray, np.ndarray, int]:
+def encode_batch(texts: list[str], encoding: Any, share: float) -> tuple[np.ndarray, np.ndarray]:
     """Encode each document followed by <|endoftext|>, except empty ones. Returns the tokens for
-    train, those for validation (a `share` of all hashes), and the number of documents."""
+    train and those for validation (a `share` of all hashes)."""
     train, val = [], []
     for text in filter(None, map(valid_text, texts)):
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         held_out = int.from_bytes(digest, 'big') < share * 2**64
         (val if held_out else train).append(text)
-    return encode_documents(encoding, train), encode_documents(encoding, val), len(texts)
+    return encode_documents(encoding, train), encode_documents(encoding, val)
 
 
 def encoded(texts: Iterable[list[str]], encoding: Any, share: float,
-            workers: int) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+            workers: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield encode_batch of each batch, in order, using `workers` threads and reading at most two
     batches per thread ahead."""
     pending = deque()
@@ -161,10 +121,10 @@ def check_files(files: list[Path]) -> None:
             load_dataset()
 
 
-def file_documents(files: list[Path], skip: int = 0) -> Iterator[str]:
-    """Yield the documents of these files after the first `skip`. Read errors are UserErrors."""
-    documents = itertools.chain.from_iterable(READERS[path.suffix](path) for path in files)
-    return itertools.islice(documents, skip, None)
+def file_documents(files: list[Path]) -> Iterator[str]:
+    """Yield the documents of these files. Read errors are UserErrors."""
+    for path in files:
+        yield from READERS[path.suffix](path)
 
 
 def load_dataset() -> Callable:
@@ -181,12 +141,13 @@ def load_dataset() -> Callable:
     return datasets.load_dataset
 
 
-def hub_documents(path: str, config: str | None = None, skip: int = 0,
-                  **options: Any) -> Iterator[str]:
-    """Yield column 'text' of the 'train' split of a hub dataset, after the first `skip` rows.
-    options: for datasets.load_dataset. Raises UserError if it is not available."""
+def hub_documents(path: str, config: str | None = None, **options: Any) -> Iterator[str]:
+    """Yield column 'text' of the 'train' split of a hub dataset. options: for
+    datasets.load_dataset. Raises UserError if it is not available."""
     load = partial(load_dataset(), path, config, split='train', streaming=True)
     try:
+        if 'data_files' not in options:
+            check_hub(path)
         try:
             rows = load(**options)
         except RuntimeError as error:
@@ -194,9 +155,9 @@ def hub_documents(path: str, config: str | None = None, skip: int = 0,
                 raise
             # a repository with a program instead of files: use the hub's own conversion
             rows = load(revision='refs/convert/parquet')
-        for row in rows.skip(skip) if skip else rows:
-            text = row['text']
-            yield text if isinstance(text, str) else ''  # kept, because skip counts rows
+        for row in rows:
+            if isinstance(row['text'], str):
+                yield row['text']
     except Exception as error:  # noqa: BLE001  the hub's client raises errors of many libraries
         what = options.get('data_files') or (
             f'{path}, {config or "the default configuration"}, from the Hugging Face hub')

@@ -22,7 +22,7 @@ from data.bpe import bpe_of
 from data.download import progress_bar
 from data.long_texts import alphabet_meta, bpe_arrays, char_encoder
 from data.making.writer import TokenWriter
-from data.tokenfiles import llm_c_files, split_files
+from data.tokenfiles import split_files
 
 NAMED = 3  # how many of the skipped files are listed by name
 BLOCK = 1 << 20  # characters read at a time
@@ -82,8 +82,7 @@ def check_name(name: str, root: Path, overwrite: bool) -> Path:
     if name != 'text' and programs:
         raise UserError(f'name {name!r}: data/{name}/ has a program of its own, {programs[0]!r}; '
                         'allowed is a name that is not taken')
-    found = [*split_files(folder, 'train'), *split_files(folder, 'val'),
-             *llm_c_files(folder, 'train'), *llm_c_files(folder, 'val'), *folder.glob('meta.pkl')]
+    found = [*split_files(folder, 'train'), *split_files(folder, 'val'), *folder.glob('meta.pkl')]
     if found and not overwrite and not made_here(folder):
         raise UserError(f'name {name!r}: data/{name}/ holds {found[0].name!r}, which this program '
                         'did not make; allowed is a name that is not taken, or --overwrite')

@@ -5,9 +5,9 @@
     python data/openwebtext/prepare.py --from dump.jsonl         # from a copy you have
 
 Streamed from the Hugging Face hub (pip install 'datasets>=4') into train_00000.bin, ... and
-val.bin, without a copy of the raw text on disk. Ctrl-C keeps the progress, and the same command
-continues; --restart discards it. One document in 2,000 is for validation, by a hash of its text:
-about as many as nanoGPT's (4.4 million tokens), but not the same ones. The order is the hub's.
+val.bin, without a copy of the raw text on disk. An interrupted preparation starts again. One
+document in 2,000 is for validation, by a hash of its text: about as many as nanoGPT's (4.4 million
+tokens), but not the same ones. The order is the hub's.
 """
 
 import sys

@@ -36,9 +36,10 @@ def _checked(found: ctypes.CDLL) -> ctypes.CDLL:
             raise Unavailable(f'{struct.__name__} has a different size in the extension')
     for name in ('nanokv_decode', 'nanokv_linear', 'nanokv_attend', 'nanokv_gelu'):
         getattr(found, name).restype = None
-    if found.nanokv_tiles(1) and not _tiles_agree(found):
+    found.tiles = bool(found.nanokv_tiles(1))
+    if found.tiles and not _tiles_agree(found):
         print('Note: matmuls on AMX tiles are wrong here and not used, slower', file=sys.stderr)
-        found.nanokv_tiles(0)
+        found.tiles = bool(found.nanokv_tiles(0))
     return found
 
 
@@ -94,8 +95,7 @@ class Layer(ctypes.Structure):
 class Model(ctypes.Structure):
     _fields_ = [*_fields('layers slots wte wpe ln_f ln_f_bias'), ('lm_head', Linear),
                 *_fields(int64='n_layer n_slot n_embd n_head head_dim',
-                         int32='wte_dtype wpe_dtype activation round_kv'),
-                ('act_clamp', ctypes.c_float)]
+                         int32='wte_dtype wpe_dtype activation round_kv')]
 
 
 class Step(ctypes.Structure):

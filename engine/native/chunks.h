@@ -101,7 +101,7 @@ static float running_softmax(float* p, int64_t low, int64_t high, int64_t n, flo
         return 1;
     }
     std::fill(p, p + low, -INFINITY);
-    std::fill(p + high, p + end, -INFINITY);  // of weight 1e-38
+    std::fill(p + high, p + end, -INFINITY);  // of weight 0
     f16x most = load(p);
     for (int64_t s = LANES; s < end; s += LANES) {
         f16x x = load(p + s);
@@ -116,7 +116,7 @@ static float running_softmax(float* p, int64_t low, int64_t high, int64_t n, flo
         store(p + s, e);
         sums += e;
     }
-    const float factor = std::exp(top - now);
+    const float factor = exp1(top - now);
     total = total * factor + sum(sums);
     top = now;
     return factor;

@@ -284,7 +284,6 @@ extern "C" void nanokv_decode(const Model* model_, const Step* step_) {
         for (int64_t l = 0; l < model.n_layer && now->m; l++) {
             const Layer& layer = model.layers[l];
             norm_rows(x, layer.ln_1, layer.ln_1_bias, now->m, C, h);
-            clamp(h, now->m * C, model.act_clamp);
             matmul(layer.c_attn, h, now->m, shared->qkv.data(), STORE, rows);
             if (layer.gate.weight) matmul(layer.gate, h, now->m, shared->gates.data(), STORE, rows);
             queries_and_keys(model, layer, *now, work[layer.slot], *shared);
@@ -298,12 +297,9 @@ extern "C" void nanokv_decode(const Model* model_, const Step* step_) {
             }
             attention(model, layer, *now, (now == &step ? work : last_work)[layer.slot], *shared);
             if (layer.gate.weight) gate_heads(model, shared->gates.data(), now->m, shared->y.data());
-            clamp(shared->y.data(), now->m * HD, model.act_clamp);
             matmul(layer.attn_proj, shared->y.data(), now->m, x, ADD, rows);
             norm_rows(x, layer.ln_2, layer.ln_2_bias, now->m, C, h);
-            clamp(h, now->m * C, model.act_clamp);
             matmul(layer.c_fc, h, now->m, shared->mlp.data(), model.activation, rows);
-            clamp(shared->mlp.data(), now->m * layer.c_fc.n, model.act_clamp);
             matmul(layer.mlp_proj, shared->mlp.data(), now->m, x, ADD, rows);
         }
         share(step.n_wanted, [&](int64_t r) {

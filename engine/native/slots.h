@@ -53,7 +53,6 @@ struct Model {
     Linear lm_head;
     int64_t n_layer, n_slot, n_embd, n_head, head_dim;
     int32_t wte_dtype, wpe_dtype, activation, round_kv;  // round_kv: as an int8 cache would
-    float act_clamp;                                     // 0 = none
 };
 
 struct Step {

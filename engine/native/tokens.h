@@ -153,7 +153,7 @@ static void attend_tile(const float* q, const Tile<T>& tile, int64_t D, float* t
     for (int h = 0; h < N; h++) {
         float *row = scores + h * SIZE, most = top[h];
         for (int64_t s = 0; scaled && s < tile.n; s++) row[s] *= k_scale[s];
-        for (int64_t s = tile.n; s < end; s++) row[s] = -INFINITY;  // of weight 1e-38
+        for (int64_t s = tile.n; s < end; s++) row[s] = -INFINITY;  // of weight 0
         #pragma omp simd reduction(max : most)
         for (int64_t s = 0; s < end; s++) most = row[s] > most ? row[s] : most;
         f16x sums{};
@@ -164,7 +164,7 @@ static void attend_tile(const float* q, const Tile<T>& tile, int64_t D, float* t
         }
         total[h] += sum(sums);
         if (most == top[h]) continue;
-        float before = std::exp(top[h] - most);  // what has been added so far was relative to it
+        float before = exp1(top[h] - most);  // what has been added so far was relative to it
         total[h] = (total[h] - sum(sums)) * before + sum(sums);
         for (int64_t d = 0; d < D; d++) out[h * width + d] *= before;
         top[h] = most;
@@ -230,7 +230,7 @@ static void join_parts(const Model& model, const Slot& slot, const float* sink, 
         for (int64_t p = 0; p < n_parts; p++) {
             const float* part = first + p * stride;
             const float* values = results + p * stride + head / group * size + 2 * group + head % group * width;
-            float weight = std::exp(part[0] - most);
+            float weight = exp1(part[0] - most);
             total += part[group] * weight;
             for (int64_t d = 0; d < D; d++) out[d] += values[d] * weight;
         }

@@ -14,7 +14,6 @@ from attention.cached import TILE, cached_attention, kernel_takes
 from config.errors import UserError
 from engine.pages import chunks
 from engine.pages.table import PageTable
-from kv.blocks import BlockStore, block_ends
 from kv.cache import KVCache, Step, on_device, select_rows, slice_tokens
 from kv.plan import GLOBAL, KVPlan, Layer, Slot
 from kv.slots import KVStore
@@ -22,25 +21,27 @@ from kv.slots import KVStore
 PAGE_SIZE = 64
 
 
-class PagedStore(BlockStore):
-    """The pool of a global slot: (n_pages, Hkv, page_size / stride, D) of K and of V."""
+class PagedStore(KVStore):
+    """The pool of a global slot: (n_pages, Hkv, page_size, D) of K and of V."""
 
 
-def table_attention(q, pool, table, kv_lens, sink=None):
+def table_attention(q, pool, table, kv_lens, sink=None, mask=0):
     """Attention of new tokens over the pages of their rows: with the Triton kernel, which reads
     them in place, or over a contiguous copy.
 
     q: (B, H, t, D). pool: stored K, V, (n_pages, Hkv, page_size, D). table: (B, n) int32, the pages
     of each row in order; -1 after the last. kv_lens: (B,) int64, number of keys in each row.
+    mask: of the layer.
     """
-    if kernel_takes(q, pool[0], sink):
+    if not mask and kernel_takes(q, pool[0], sink):
         from attention.kernels.decode import stored_attention
         return stored_attention(q, *pool, kv_lens=kv_lens, table=table)
     missing = (table < 0)[:, :, None, None, None]
     at = table.clamp(min=0).long()
     # (B, n, Hkv, page_size, D) -> (B, Hkv, n * page_size, D); K may be V
     copies = {id(x): x[at].masked_fill_(missing, 0).transpose(1, 2).flatten(2, 3) for x in pool}
-    return cached_attention(q, *(copies[id(x)] for x in pool), kv_lens=kv_lens, sink=sink)
+    return cached_attention(q, *(copies[id(x)] for x in pool), kv_lens=kv_lens, window=mask,
+                            sink=sink)
 
 
 def copy_row(stores: list[KVStore], source: int, target: int) -> None:
@@ -70,12 +71,8 @@ class PagedKVCache(KVCache):
     def _new_store(self, slot: Slot) -> KVStore:
         if slot.kind != GLOBAL:
             return super()._new_store(slot)
-        size = self.table.page_size
-        if size % slot.stride:
-            raise UserError(f'page_size={size}: must be a multiple of kv_stride={slot.stride}')
-        shape = self.table.n_pages, slot.n_kv_head, size // slot.stride, slot.head_dim
-        return PagedStore(slot.stride, *shape, self.torch_dtype, self.compute_dtype, self.device,
-                          slot.tied)
+        return PagedStore(self.table.n_pages, slot.n_kv_head, self.table.page_size, slot.head_dim,
+                          self.torch_dtype, self.compute_dtype, self.device, slot.tied)
 
     @property
     def pools(self) -> list[PagedStore]:
@@ -108,65 +105,63 @@ class PagedKVCache(KVCache):
         if not isinstance(store, PagedStore):
             return super()._append(store, new)
         if step.t == 1:
-            self._places = self._places or self._places_of(step, store.stride)
+            self._places = self._places or self._places_of(step)
             active, pages, places = self._places
             return store.scatter(pages, places, select_rows(new, active))
-        seen, self._places = [], self._places or self._chunk_places(step, store.stride)
-        for (batch, n, _, start), (pages, places) in zip(step.chunks, self._places):
+        seen, self._places = [], self._places or self._chunk_places(step)
+        for (batch, n, *_), (pages, places) in zip(step.chunks, self._places):
             seen.append(slice_tokens(new, batch, n))
-            ends = slice(None) if store.stride == 1 else block_ends(start, n, store.stride)
-            entries = [x[:, :, ends].transpose(1, 2).flatten(0, 1) for x in seen[-1]]
-            store.scatter(pages, places, [x[:, :, None] for x in entries])  # (rows * t, Hkv, 1, D)
+            tokens = [x.transpose(1, 2).flatten(0, 1) for x in seen[-1]]
+            store.scatter(pages, places, [x[:, :, None] for x in tokens])  # (rows * t, Hkv, 1, D)
         return seen
 
-    def _chunk_places(self, step, stride):
-        """For each chunk: page and offset of each of its entries, row by row."""
+    def _chunk_places(self, step):
+        """For each chunk: page and offset of each of its tokens, row by row."""
         size, found = self.table.page_size, []
         for batch, n, _, start in step.chunks:
             rows = [self.table.rows[row] for row in step.rows[batch]]
-            places = [(pages[position // size], position % size // stride) for pages in rows
-                      for position in range(start // stride * stride, start + n, stride)]
+            places = [(pages[position // size], position % size) for pages in rows
+                      for position in range(start, start + n)]
             found.append(on_device(places, self.device).T)
         return found
 
-    def _places_of(self, step, stride):
+    def _places_of(self, step):
         """For a one-token step: the batch rows that append a token (None = all), and the page and
         offset of each."""
         size = self.table.page_size
-        jobs = [(b, self.table.rows[row][start // size], start % size // stride)
+        jobs = [(b, self.table.rows[row][start // size], start % size)
                 for b, (row, start, n) in enumerate(zip(step.rows, step.starts, step.lens)) if n]
         active, pages, places = on_device(jobs, self.device).view(-1, 3).T
         return None if len(jobs) == len(step.rows) else active, pages, places
 
     def _attend(self, layer: Layer, q, appended, sink):
         step, store = self._step, self.stores[layer.slot]
-        if self.chunks_in_cpp and q.size(2) > 1 and chunks.takes(q, store.tensors[0]):
+        in_cpp = self.chunks_in_cpp and not layer.mask
+        if in_cpp and q.size(2) > 1 and chunks.takes(q, store.tensors[0]):
             return self._attend_chunks(layer, q, appended, sink)
         if not isinstance(store, PagedStore):
             return super()._attend(layer, q, appended, sink)
-        if layer.stride > 1 and step.t > 1:
-            return super()._attend(layer, q, self._after_blocks(store, appended), sink)
-
-        by_kernel = kernel_takes(q, store.tensors[0], sink)
+        by_kernel = not layer.mask and kernel_takes(q, store.tensors[0], sink)
         only_chunk = step.t > 1 and max(step.starts) == 0  # rows attend to nothing before it
         # plain torch would attend to first chunks row by row
         if only_chunk and (step.uniform or not by_kernel):
             return super()._attend(layer, q, appended, sink)
 
-        self._block_table = self._block_table or self._table_of(step, layer.stride)
+        self._block_table = self._block_table or self._table_of(step)
         table, kv_lens = self._block_table
         if q.size(2) < step.t:
             kv_lens = on_device(step.ends, self.device)
         if by_kernel:
             return table_attention(q, store.tensors, table, kv_lens, sink)
         return torch.cat([
-            table_attention(q[rows], store.tensors, table[rows, :n], kv_lens[rows], sink)
+            table_attention(q[rows], store.tensors, table[rows, :n], kv_lens[rows], sink,
+                            layer.mask)
             for rows, n in self._slices(step, TILE // store.tensors[0][0].numel())])
 
     def _attend_chunks(self, layer, q, appended, sink):
         step, store = self._step, self.stores[layer.slot]
         if isinstance(store, PagedStore):
-            self._block_table = self._block_table or self._table_of(step, layer.stride)
+            self._block_table = self._block_table or self._table_of(step)
             return chunks.attend(q, store.tensors, step.starts, step.lens, sink=sink,
                                  table=self._block_table[0])
         y = torch.zeros_like(q)
@@ -178,17 +173,6 @@ class PagedKVCache(KVCache):
                 return found
             y[batch, :, :n] = found
         return y
-
-    def _after_blocks(self, store, appended):
-        """The means of each chunk, after those of the complete blocks before its first block."""
-        found, table, step = [], self.table, self._step
-        for (batch, _, _, start), new in zip(step.chunks, appended):
-            pages = [table.rows[row][:table.pages_for(start)] for row in step.rows[batch]]
-            before = (x[on_device(pages, self.device)].transpose(1, 2).flatten(2, 3)
-                      for x in store.tensors)
-            found.append([torch.cat([a[:, :, :start // store.stride], b], dim=2)
-                          for a, b in zip(before, new)])
-        return found
 
     def _slices(self, step, most: int):
         """Yield (slice of the batch rows, pages of its longest row). A copy of the pages of these
@@ -204,13 +188,13 @@ class PagedKVCache(KVCache):
             yield slice(a, b), longest
             a = b
 
-    def _table_of(self, step, stride):
+    def _table_of(self, step):
         """Block table (B, n) int32, padded with -1, and the keys of each row, padding too, (B,)."""
         ends = [start + step.t for start in step.starts]
-        width, kv_lens = self.table.pages_for(max(ends)), [-(-end // stride) for end in ends]
+        width = self.table.pages_for(max(ends))
         rows = [self.table.rows[row][:width] for row in step.rows]
         table = [row + [-1] * (width - len(row)) for row in rows]
-        return on_device(table, self.device, torch.int32), on_device(kv_lens, self.device)
+        return on_device(table, self.device, torch.int32), on_device(ends, self.device)
 
     def reset(self, rows=None) -> None:
         """Empty rows and free their pages, except shared pages."""
@@ -245,7 +229,7 @@ class PagedKVCache(KVCache):
         """Zero the values of a page after its first n positions (see `_clean`)."""
         for pool in self.pools:
             for x in pool.tensors[1::2]:
-                x[page, :, -(-n // pool.stride):] = 0
+                x[page, :, n:] = 0
 
     def copy_page(self, source: int, target: int) -> None:
         copy_row(self.pools, source, target)

@@ -3,7 +3,6 @@ global slot, a range of positions of every ring, or the states of a row (half of
 every global slot, with key_offset), each as one buffer of the stored bytes.
 """
 import bisect
-import hashlib
 import os.path
 from dataclasses import dataclass
 
@@ -58,30 +57,26 @@ class Children(dict):
 class Block:
     """At most `size` tokens after those of `parent`, with their K and V; fewer only in a leaf.
 
-    n: number of tokens; start: of those before it. key: a chained hash of the salt (of the root)
-    and of all tokens up to its end; the name of its file on disk. children: keyed by their tokens.
-    depth: number of blocks from the root, including this one.
+    n: number of tokens; start: of those before it. children: keyed by their tokens. depth: number
+    of blocks from the root, including this one.
     page: page of its global K, V in the pools, -1 = none. copy: a copy of that page on the host, or
     None. local: the last n_local positions of its local K, V, or None. state: the states of a row
     that ended with it, or None.
     anchors: offsets, in tokens of this block, where a request ended or began, and how many began.
     users: running requests whose last complete block is this one (for the root: those without a
-    block). used: time of its last use. saved: n_local of its file on disk, -1 = no file;
-    saved_state: whether the file has the state.
+    block). used: time of its last use.
     """
-    __slots__ = ('key', 'tokens', 'parent', 'children', 'depth', 'n', 'start', 'page', 'copy',
-                 'local', 'n_local', 'state', 'anchors', 'users', 'used', 'saved', 'saved_state')
+    __slots__ = ('tokens', 'parent', 'children', 'depth', 'n', 'start', 'page', 'copy', 'local',
+                 'n_local', 'state', 'anchors', 'users', 'used')
 
-    def __init__(self, tokens: bytes, parent: 'Block | None', salt: bytes = b''):
+    def __init__(self, tokens: bytes, parent: 'Block | None'):
         self.tokens, self.parent, self.children = tokens, parent, Children()
-        self.n, self.key, self.depth, self.start = len(tokens) // 4, salt, 0, 0
+        self.n, self.depth, self.start = len(tokens) // 4, 0, 0
         if parent:
-            self.key = hashlib.blake2b(parent.key + tokens, digest_size=16).digest()
             self.depth, self.start = parent.depth + 1, parent.end
         self.page, self.copy = -1, None
         self.local, self.n_local, self.state = None, 0, None
-        self.anchors, self.saved, self.saved_state = {}, -1, False
-        self.users, self.used = 0, 0
+        self.anchors, self.users, self.used = {}, 0, 0
 
     @property
     def end(self) -> int:

@@ -24,42 +24,30 @@ class PrefixStore(BlockTree):
     """How requests use the tree: `match` and `restore` at their beginning, `extend` while they run,
     `end` and `release` at their end."""
 
-    def match(self, tokens: list[int], disk: bool = True, salt: bytes = b'') -> Hit:
+    def match(self, tokens: list[int], salt: bytes = b'') -> Hit:
         """Find the longest reusable prefix of `tokens[:-1]`: the last one's logits are needed.
 
-        disk: also read blocks from disk; memory may exceed the budget until `restore`. salt: only
-        what requests with the same salt computed is found (as vLLM's cache_salt)."""
-        root, disk = self.root(salt), self.disk if disk else None
-        path = self._walk(root, tokens[:-1], disk)
+        salt: only what requests with the same salt computed is found (as vLLM's cache_salt)."""
+        root = self.root(salt)
+        path = self._walk(root, tokens[:-1])
         n_matched = sum(n for _, n in path)
-
-        while path:
-            if disk:
-                self._local_from_disk(*path[-1])
-            if self._resumable(*path[-1]):
-                break
+        while path and not self._resumable(*path[-1]):
             path.pop()
-
         length = sum(n for _, n in path)
         part = path.pop()[0] if length % self.size else None
         return Hit(root, [block for block, _ in path], part, length, n_matched)
 
-    def _walk(self, block, tokens, disk) -> list[tuple[Block, int]]:
+    def _walk(self, block, tokens) -> list[tuple[Block, int]]:
         """[(block, leading tokens in common)] below `block`; only the last may have fewer than a
         page."""
-        path, n_before = [], len(self.blocks)
+        path = []
         for piece in self._pieces(tokens):
             child = block.children.get(piece) if len(piece) == 4 * self.size else None
-            if child is None and disk:
-                child = self._from_disk(block, piece)
-            if child is None or child.n < self.size:
+            if child is None:
                 path += self._nearest(block, piece)
                 break
             path.append((child, self.size))
             block = child
-        if len(self.blocks) > n_before:
-            # the first block last, i.e. as most recently used: all others need it
-            disk.touch([block.key for block, _ in reversed(path)])
         return path
 
     def _nearest(self, parent, piece) -> list[tuple[Block, int]]:

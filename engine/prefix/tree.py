@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 from engine.prefix.blocks import Block, BlockCopier, PrefixStats, allocated_nbytes
 from engine.pages.cache import PagedKVCache
-from engine.prefix.disk import DiskTier
 
 # Ages are multiplied by this; chosen on the traces of lab/sessions at 1/2 to 1/8 of all bytes. At
 # 12%, `agent` computes 188k tokens; with EARLIER = 0 it is 200k, with DENSE = 0 too 213k, and 271k
@@ -30,11 +29,9 @@ class BlockTree:
     cache: takes pages back from the tree when it runs out (`PageTable.reclaim`).
     budget: bytes of host memory for page copies, local parts and bookkeeping (pages in the pool
     belong to the cache). Blocks used by requests are kept even if this exceeds it.
-    disk: stores evicted blocks, and is searched for blocks not in memory; None = no disk.
     """
     cache: PagedKVCache
     budget: int
-    disk: DiskTier | None = None
     stats: PrefixStats = field(default_factory=PrefixStats)
 
     def __post_init__(self):
@@ -57,7 +54,7 @@ class BlockTree:
 
     def root(self, salt: bytes) -> Block:
         """The root of the tree of the requests with this salt."""
-        return self.roots.setdefault(salt, Block(b'', None, salt))
+        return self.roots.setdefault(salt, Block(b'', None))
 
     def _resumable(self, block, n) -> bool:
         """Whether a row can resume after the first n tokens of `block`: the local parts include all
@@ -129,7 +126,6 @@ class BlockTree:
         """Drop the local parts in a window that no anchor needs."""
         for block, *_ in window:
             if block.local is not None and not self._has_anchor(block):
-                self._to_disk(block)
                 self._set_local(block, None, 0)
 
     def _thin(self, end) -> None:
@@ -184,7 +180,6 @@ class BlockTree:
         """Remove a leaf, and the blocks before it back to one that a row can resume after."""
         while True:
             parent = block.parent
-            self._to_disk(block)
             self._remove(block)
             self.stats.evicted += 1
             if block.anchors:
@@ -198,8 +193,6 @@ class BlockTree:
         """Remove the blocks of a request whose logits were not finite, except those shared with
         other requests."""
         while last_block in self.blocks and not (last_block.children or last_block.users):
-            if self.disk:
-                self.disk.delete(last_block.key)
             self._remove(last_block)
             last_block = last_block.parent
 
@@ -220,38 +213,6 @@ class BlockTree:
         if page >= 0:
             self._by_page.pop(page, None)
             self.cache.unpin(page)
-
-    def _from_disk(self, parent, piece) -> Block | None:
-        """The block with the tokens of `piece`, or with as many of them as possible."""
-        for n in range(len(piece), 0, -4):
-            block = parent.children.get(piece[:n])
-            if block is not None:
-                return block
-            block = Block(piece[:n], parent)
-            if found := self.disk.read(block):
-                block.copy, block.local, block.state, block.n_local = found
-                block.saved, block.saved_state = block.n_local, block.state is not None
-                self._insert(block)
-                self._touch(block)
-                return block
-        return None
-
-    def _local_from_disk(self, block, n) -> None:
-        """Read the local parts that were dropped, and that resuming after n tokens of it takes."""
-        for each, start, _ in self._window(block, n):
-            wanted = each.n_local < each.n - start <= each.saved
-            if wanted and (found := self.disk.read(each)):
-                self._set_local(each, found[1], found[3])
-
-    def _to_disk(self, block) -> None:
-        if self.disk:
-            in_pool = block.copy is None and block.page >= 0
-            self.disk.write(block, self.copier.page(block.page) if in_pool else block.copy)
-
-    def close(self) -> None:
-        """Write all blocks to disk, if there is one."""
-        for block in self.blocks:
-            self._to_disk(block)
 
     def recover(self) -> None:
         """Rebuild all bookkeeping from the tree after an error and a reset of the cache."""

@@ -77,6 +77,6 @@ def prompt_ids(prompt: str | list[int], tokenizer) -> list[int]:
         return tokenizer.encode(prompt)
     try:
         tokens = prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt
-        return [operator.index(token) for token in tokens]
+        return list(map(operator.index, tokens))
     except TypeError:
         raise UserError(f'prompt={shown(prompt)}: must be a text or a list of token ids') from None

@@ -1,7 +1,9 @@
 """A request's parameters (`SamplingParams`) and its result (`Completion`). No torch here."""
+import copy
 import difflib
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -14,7 +16,8 @@ SURROGATE = re.compile('[\ud800-\udfff]')
 MIN_TEMPERATURE = 1e-4  # below it, sampling is greedy
 # limits of a JSON object
 MAX_LOGPROBS = 20
-MAX_STOPS, MAX_STOP_LENGTH = 16, 1_000  # characters
+MAX_STOP_LENGTH = 1_000  # characters
+MAX_ITEMS = {'stop': (16, 'texts'), 'stop_tokens': (1_000, 'tokens')}
 
 # parameter -> type, check for allowed values, and their description in errors
 RANGES = {
@@ -73,16 +76,23 @@ class SamplingParams:
         for key in given:
             if key not in allowed:
                 raise UserError(unknown('key', key, allowed))
+        for key, (most, what) in MAX_ITEMS.items():  # before anything looks at each item
+            items = given.get(key)
+            if isinstance(items, (list, tuple)) and len(items) > most:
+                raise UserError(f'{key}={shown(items)}: {len(items):,} {what}, at most {most:,}')
         params = replace(defaults or cls(), **given)
-        if len(params.stop) > MAX_STOPS and 'stop' in given:
-            raise UserError(f'stop={shown(params.stop)}: {len(params.stop)} texts, at most '
-                            f'{MAX_STOPS}')
         if any(len(stop) > MAX_STOP_LENGTH for stop in params.stop) and 'stop' in given:
             raise UserError(f'stop={shown(params.stop)}: a text has more than {MAX_STOP_LENGTH:,} '
                             'characters')
         if params.logprobs > MAX_LOGPROBS and 'logprobs' in given:
             raise UserError(f'logprobs={params.logprobs}: must be at most {MAX_LOGPROBS}')
         return params
+
+    def variant(self, **values) -> 'SamplingParams':
+        """A copy with other values, which must be valid: nothing is checked again."""
+        other = copy.copy(self)
+        other.__dict__.update(values)
+        return other
 
 
 class TokenLogprob(NamedTuple):
@@ -146,6 +156,20 @@ def whole(value) -> int | None:
     """An int, also of a float such as 50.0, as some JSON libraries write it; otherwise None."""
     is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
     return int(value) if is_whole and not isinstance(value, bool) else None
+
+
+def check_prompt(ids: Sequence[int], vocab_size: int) -> None:
+    """Raise UserError for a prompt without tokens, or with one that the model does not have."""
+    if not ids:
+        raise UserError('the prompt has no tokens: give at least one')
+    check_tokens('the prompt has token', ids, vocab_size)
+
+
+def check_tokens(what: str, tokens: Sequence[int], vocab_size: int) -> None:
+    """Raise UserError for a token that the model does not have."""
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        wrong = next(token for token in tokens if not 0 <= token < vocab_size)
+        raise UserError(f'{what} {shown(wrong)}: the model has tokens 0 to {vocab_size - 1}')
 
 
 def _number(name: str, value, kind: type) -> int | float:

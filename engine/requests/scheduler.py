@@ -181,16 +181,13 @@ class Scheduler:
             available = table.n_available
             needed = table.pages_for(request.length) + spare
             if self.prefix:
-                # without disk: its blocks have no page in the pool, and are read only when admitted
-                hit = self._match(request, disk=False)
+                hit = self.prefix.match(request.prompt + request.tokens, request.salt)
                 available = self.prefix.n_available(hit.blocks)
                 needed -= sum(block.page >= 0 for block in hit.blocks)
             if available < needed:
                 return
-            if self.prefix:
-                hit = self._match(request)
-                if self._is_being_computed(request, hit.length):
-                    return
+            if self.prefix and self._is_being_computed(request, hit.length):
+                return
             self.waiting.remove(request)
             request.row = len(self.running)
             self.running.append(request)
@@ -205,9 +202,6 @@ class Scheduler:
         preempted."""
         n_running = Counter(request.client for request in self.running)
         return min(self.waiting, key=lambda r: (not r.preempted, n_running[r.client]))
-
-    def _match(self, request, disk: bool = True):
-        return self.prefix.match(request.prompt + request.tokens, disk, request.salt)
 
     def due(self, request) -> int:
         """The step in which a prompt would be complete if it was computed alone from now on. The

@@ -1,6 +1,5 @@
 """Whether a fast decode step computes what model.py computes, which people change."""
 import copy
-import dataclasses
 import functools
 import sys
 
@@ -14,23 +13,15 @@ N_STEPS = 3             # that are compared
 NBYTES = 2 ** 27        # of K and V in a comparison; then rows are compared apart, or a nearer one
 
 
-def unknown_field(config) -> str:
-    """'name=value' of a field that is not known to 'fast' nor at its default; '' = none."""
-    for f in dataclasses.fields(config):
-        value = getattr(config, f.name)
-        if value != f.default and 'fast' not in f.metadata.get('known', ()):
-            return f'{f.name}={value!r}'
-    return ''
-
-
 @functools.cache  # an engine or a sample may be made many times
 def note_once(text: str) -> None:
     print(f'Note: {text}, slower', file=sys.stderr)
 
 
 @torch.inference_mode()
-def agrees(model, cache, make_decode) -> bool:
-    """Whether steps of a fast decode give the logits of `model`'s forward in plain torch.
+def difference(model, cache, make_decode) -> str:
+    """What is wrong with steps of a fast decode, compared with `model`'s forward in plain torch:
+    '' if they give its logits, otherwise that they give others, or the error that ended them.
 
     Compared are rows of different lengths: empty, before and after every ring wraps, and one at the
     end of the context (nearer where that takes more than `NBYTES`). The K and V that they hold are
@@ -60,9 +51,10 @@ def agrees(model, cache, make_decode) -> bool:
     if nbytes(len(near), near[-1]) > NBYTES:
         groups = [near[:2], *([length] for length in near[2:]), [far]]
     try:
-        return all(_agree(model, cache, rows, make_decode, share) for rows in groups)
-    except (AttributeError, KeyError, TypeError):  # the step needs a part that the model lacks
-        return False
+        equal = all(_agree(model, cache, rows, make_decode, share) for rows in groups)
+        return '' if equal else 'give other logits than model.py'
+    except (AttributeError, KeyError, RuntimeError, TypeError) as e:  # model.py has other parts
+        return f'fail with {type(e).__name__}: {e}'.partition('\n')[0]
 
 
 def _agree(model, cache, lengths, make_decode, share) -> bool:

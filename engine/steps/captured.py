@@ -15,7 +15,8 @@ import torch
 
 from attention.backends import triton_usable
 from attention.kernels.flex import with_own_code
-from engine.steps.agreement import agrees, note_once, unknown_field
+from config.gpt_config import unknown_field
+from engine.steps.agreement import difference, note_once
 from engine.steps.fused import fuse, unfuse
 from engine.requests.sampler import Drawn, SampleRow, draw_plain, sample_rows
 from engine.steps.static import StaticCache
@@ -35,22 +36,22 @@ def suits_capture(model) -> bool:
 
 def captured_decode(model, cache, compiled: bool = False) -> 'CapturedDecode | None':
     """A captured decode step for this cache, or None if it is not faster."""
-    # plain torch would attend to all positions that are allocated; a step has no means of blocks
-    in_torch = model.config.attn_sink or cache.kv_dtype == 'int4' or model.config.kv_stride > 1
+    # plain torch would attend to all positions that are allocated
+    in_torch = model.config.attn_sink or cache.kv_dtype == 'int4'
     if in_torch or not suits_capture(model):
         return None
-    if unknown := unknown_field(model.config):
-        reason = f'do not support {unknown}'
-    elif agrees(model, cache, functools.partial(CapturedDecode, model, capture=False)):
-        return CapturedDecode(model, cache, compiled)
-    else:
-        reason = 'give other logits than model.py'
-    note_once(f'the kernels of fused decode steps {reason}: the blocks of model.py are captured')
+    if unknown := unknown_field(model.config, 'fast'):
+        note_once(f'the captured decode steps do not support {unknown}: plain steps decode')
+        return None
+    fused = functools.partial(CapturedDecode, model)
+    if not (wrong := difference(model, cache, functools.partial(fused, capture=False))):
+        return fused(cache, compiled)
+    note_once(f'the kernels of fused decode steps {wrong}: the blocks of model.py are captured')
     unfuse(model)
-    plain = functools.partial(CapturedDecode, model, fused=False)
-    if agrees(model, cache, functools.partial(plain, capture=False)):
+    plain = functools.partial(fused, fused=False)
+    if not (wrong := difference(model, cache, functools.partial(plain, capture=False))):
         return plain(cache, compiled)
-    note_once('captured decode steps give other logits than model.py: plain steps decode')
+    note_once(f'the captured decode steps {wrong}: plain steps decode')
     return None
 
 

@@ -37,10 +37,10 @@ class FusedAttention(CausalSelfAttention):
 class FusedBlock(Block):
     """`Block` that uses these kernels and that of `engine.steps.fused_linear` where it can."""
 
-    def forward(self, x, rope, kv=None, cache=None, trim=None):
+    def forward(self, x, rope, kv=None, cache=None, *others, **named):
         attn, mlp = self.attn, self.mlp
         if not attn.fuses(x, cache):
-            return super().forward(x, rope, kv, cache, trim)
+            return super().forward(x, rope, kv, cache, *others, **named)
         from engine.steps.fused_linear import fused_linear, takes
         table = rope.get(attn.layer.kind)
         if not takes(x[:, 0], attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj):

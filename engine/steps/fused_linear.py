@@ -160,10 +160,10 @@ def fused_linear(x, linear, norm=None, activation: str = '', residual=None) -> t
 
 def takes(x: torch.Tensor, *linears) -> bool:
     """Whether the kernel computes these layers for x (M, K): few rows, and layers in x's dtype or
-    in int8 (not packed for the extension), without hooks such as `act_clamp`."""
+    in int8 (not packed for the extension)."""
     def plain(linear):
         in_floats = type(linear) in (torch.nn.Linear, FewRowsLinear) and len(x) <= MOST_FLOAT_ROWS
         in_int8 = type(linear) is Int8Linear and not linear.packed
         return ((in_floats and linear.weight.dtype == x.dtype or in_int8)
-                and linear.weight.is_contiguous() and not linear._forward_pre_hooks)
+                and linear.weight.is_contiguous())
     return len(x) <= MOST_ROWS and all(map(plain, linears))

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from config.gpt_config import unknown_field
 from engine import native
-from engine.steps.agreement import agrees, note_once, unknown_field
+from engine.steps.agreement import difference, note_once
 from engine.weights.linear import describe, suits_prompts
 from engine.pages.cache import PagedKVCache, PagedStore
 from engine.pages.chunks import STORED, describe as describe_stored
@@ -33,9 +34,8 @@ def native_decode(model: GPT, cache: KVCache) -> 'NativeDecode | None':
     if setting := unsupported(model, cache):
         note_once(f'the C++ decode step does not support {setting}: plain torch decodes')
         return None
-    if not agrees(model, cache, functools.partial(NativeDecode, model)):
-        note_once('the C++ decode step (engine/native/decode.cpp) gives other logits than '
-                  'model.py: plain torch decodes')
+    if wrong := difference(model, cache, functools.partial(NativeDecode, model)):
+        note_once(f'the C++ decode steps (engine/native/decode.cpp) {wrong}: plain torch decodes')
         return None
     return NativeDecode(model, cache)
 
@@ -50,8 +50,8 @@ def runs_here(model: GPT, cache: KVCache) -> bool:
 def unsupported(model: GPT, cache: KVCache) -> str:
     """A setting of the model or cache that the extension does not support; '' = none."""
     c = model.config
-    if unknown_field(c):
-        return unknown_field(c)
+    if unknown := unknown_field(c, 'fast'):
+        return unknown
     for name, width in (('n_embd', c.n_embd), ('head_dim', model.plan.head_dim),
                         ('mlp_hidden', c.resolved_mlp_hidden)):
         if width % MULTIPLE:
@@ -154,8 +154,7 @@ class NativeDecode:
             self._linear(model.lm_head), len(plan.layers), len(plan.slots), model.config.n_embd,
             plan.n_head, plan.head_dim, STORED[model.dtype], STORED[model.dtype],
             ACTIVATIONS[model.config.gelu],
-            model.config.kv_quant_train == 'int8' and cache.kv_dtype != 'int8',
-            model.config.act_clamp)
+            model.config.kv_quant_train == 'int8' and cache.kv_dtype != 'int8')
 
     def _layer(self, model, layer, block) -> native.Layer:
         attn, cos, sin = block.attn, None, None

@@ -132,9 +132,10 @@ class StaticCache:
         store = self.cache.stores[layer.slot]
         kv_lens = self._places[self._kind(store)][2]
         if isinstance(store, PagedStore):
-            return table_attention(q, store.tensors, self.block_table, kv_lens, sink)
+            return table_attention(q, store.tensors, self.block_table, kv_lens, sink,
+                                   layer.mask)
         kv = store.read(slice(0, self.batch_size), 0, store.capacity)
-        return cached_attention(q, *kv, kv_lens=kv_lens, sink=sink)
+        return cached_attention(q, *kv, kv_lens=kv_lens, window=layer.mask, sink=sink)
 
     def previous_key(self, layer: Layer, half: torch.Tensor) -> torch.Tensor:
         """Like `KVCache.previous_key`; half (B, Hkv, 1, ...)."""

@@ -1,11 +1,10 @@
-"""A conversation as text: turns by a template, their token ids, and branches. No torch here.
+"""A conversation as text: turns by a template, and their token ids. No torch here.
 
     turn = '{name}.\n{text}\n\n'    ROMEO.         a prompt is all turns, then the start of the next
                                     She speaks.    one; what follows {text} ends a reply
 
                                     JULIET.
 """
-import itertools
 import json
 import string
 from dataclasses import asdict, dataclass, field
@@ -13,8 +12,9 @@ from pathlib import Path
 
 from config.errors import UserError, shown
 from config.files import make_private, owner_only, read_json, replacing
+from config.removed import COMMIT
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,13 @@ class Template:
         return self._literals[0] + name + self._literals[1]
 
 
+def name_speakers(s, dataset: str) -> None:
+    """Give the speakers of settings `s` names, if they have none: those of Shakespeare's, if the
+    model was trained on a data set of that name."""
+    names = ('ROMEO', 'JULIET') if 'shakespeare' in dataset else ('USER', 'MODEL')
+    s.user, s.reply_as = s.user or names[0], s.reply_as or names[1]
+
+
 @dataclass
 class Turn:
     """A speaker's text, and the token ids of the entire turn, including head and end."""
@@ -52,22 +59,16 @@ class Turn:
 
 @dataclass
 class Dialogue:
-    """Turns on one of several branches.
+    """The turns of a conversation.
 
-    tokenizer: from `data.tokenizer`. branches: name -> turns; `branch` is the current one.
-    trimmed: name of a branch -> how many of its oldest turns are left out of prompts.
+    tokenizer: from `data.tokenizer`. trimmed: how many of the oldest turns are left out of prompts.
     strict: reject texts that `say` would fold.
     """
     tokenizer: object
     template: Template
-    branches: dict[str, list[Turn]] = field(default_factory=lambda: {'main': []})
-    branch: str = 'main'
-    trimmed: dict[str, int] = field(default_factory=dict)
+    turns: list[Turn] = field(default_factory=list)
+    trimmed: int = 0
     strict: bool = False
-
-    @property
-    def turns(self) -> list[Turn]:
-        return self.branches[self.branch]
 
     def say(self, name: str, text: str) -> None:
         """Append a turn. If its text would end it early, the text is folded first, unless `strict`:
@@ -100,7 +101,7 @@ class Dialogue:
 
     def prompt(self, name: str) -> list[int]:
         """Token ids of the turns that are not trimmed and of the head of `name`'s next turn."""
-        turns = self.turns[self.trimmed.get(self.branch, 0):]
+        turns = self.turns[self.trimmed:]
         return [i for turn in turns for i in turn.ids] + self._encoded(self.template.head(name))
 
     def reply(self, name: str, text: str, ids: list[int]) -> None:
@@ -119,44 +120,27 @@ class Dialogue:
     def untrim(self, room: int) -> None:
         """Include all turns in prompts again if they have at most `room` tokens."""
         if sum(len(turn.ids) for turn in self.turns) <= room:
-            self.trimmed[self.branch] = 0
+            self.trimmed = 0
 
     def trim(self, room: int) -> int:
         """Leave the oldest turns out of prompts until the rest has at most `room` tokens. Returns
         the number of turns left out."""
-        n = self.trimmed.get(self.branch, 0)
-        total = sum(len(turn.ids) for turn in self.turns[n:])
+        total = sum(len(turn.ids) for turn in self.turns[self.trimmed:])
         while total > room:
-            total, n = total - len(self.turns[n].ids), n + 1
-        self.trimmed[self.branch] = n
-        return n
+            total -= len(self.turns[self.trimmed].ids)
+            self.trimmed += 1
+        return self.trimmed
 
     def cut(self, n: int) -> None:
         """Drop all turns except the first n."""
         del self.turns[n:]
-        if self.trimmed.get(self.branch, 0) >= n:
-            self.trimmed[self.branch] = 0  # there is room for earlier turns again
-
-    def fork(self, name: str) -> None:
-        """Copy the branch under a new name, and switch to the copy."""
-        if not name or name in self.branches:
-            raise UserError(f'there is a branch {name!r} already' if name
-                            else 'a branch needs a name')
-        self.branches[name] = list(self.turns)
-        self.trimmed[name] = self.trimmed.get(self.branch, 0)
-        self.branch = name
-
-    def switch(self, name: str) -> None:
-        """Switch to a different branch."""
-        if name not in self.branches:
-            there = ', '.join(map(repr, self.branches))
-            raise UserError(f'there is no branch {name!r}; there are {there}')
-        self.branch = name
+        if self.trimmed >= n:
+            self.trimmed = 0  # there is room for earlier turns again
 
     def save(self, path: Path) -> None:
         """Write JSON, atomically, for its owner alone. Raises UserError if it cannot be written."""
-        document = {'version': VERSION, 'turn': self.template.turn, 'branch': self.branch,
-                    'trimmed': self.trimmed, 'branches': self.branches}
+        document = {'version': VERSION, 'turn': self.template.turn, 'trimmed': self.trimmed,
+                    'turns': self.turns}
         try:
             with replacing(path) as temporary:
                 with open(temporary, 'x', encoding='utf-8', opener=owner_only) as file:
@@ -170,28 +154,25 @@ class Dialogue:
         try:
             make_private(path)
             document = read_json(path)
+            if document['version'] == 1:
+                raise UserError(f'{path} has branches, which were removed; commit {COMMIT} reads '
+                                'it: give another file for the history')
             if document['version'] != VERSION or document['turn'] != self.template.turn:
                 raise UserError(f"{path} was written with turn={shown(document['turn'])} "
                                 f"(version {shown(document['version'])}): give that, "
                                 'or another file for the history')
-            branches = {str(name): [Turn(str(turn['name']), str(turn['text']),
-                                         [int(i) for i in turn['ids']]) for turn in turns]
-                        for name, turns in document['branches'].items()}
-            branch = document['branch']
-            for turn in itertools.chain(*branches.values()):
+            turns = [Turn(str(turn['name']), str(turn['text']), [int(i) for i in turn['ids']])
+                     for turn in document['turns']]
+            for turn in turns:
                 whole = self.template.head(turn.name) + turn.text + self.template.end
                 known = all(0 <= i < self.tokenizer.vocab_size for i in turn.ids)
                 if not known or self.tokenizer.decode(turn.ids) != whole:
                     raise UserError(f'{path} is from a model with other tokens, or was changed: '
                                     f'{turn.text[:40]!r}')
-            trimmed = {str(name): min(max(0, int(n)), len(branches[name]))
-                       for name, n in document.get('trimmed', {}).items() if name in branches}
-            self.branch = branch if branch in branches else next(iter(branches))
-            self.branches, self.trimmed = branches, trimmed
+            self.turns, self.trimmed = turns, min(max(0, int(document['trimmed'])), len(turns))
         except UserError:
             raise
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration,
-                OverflowError) as e:
+        except (OSError, ValueError, LookupError, TypeError, OverflowError) as e:
             raise UserError(f'{path} is not a conversation that can be read: '
                             f'{type(e).__name__}: {e}') from e
 

@@ -13,17 +13,18 @@ from config.terminal import visible
 from engine.engine import Engine
 from engine.pages.cache import PAGE_SIZE
 from engine.pages.table import page_nbytes, rows_nbytes
-from engine.requests.params import Completion, sample_seed
+from engine.requests.params import Completion, SamplingParams, sample_seed
 from engine.text.prompts import PromptLine
 
 ROWS = 16  # default number of concurrent requests
 
 
-def fitted(model, lines: list[PromptLine], budget: int, kv_dtype: str) -> list[PromptLine]:
-    """Return the lines with limits applied: texts end where learned positions do. A line that
-    cannot run gets an error, e.g. if it needs more than `budget` bytes of KV memory by itself."""
+def fitted(model, lines: list[PromptLine], max_new_tokens: int, budget: int,
+           kv_dtype: str) -> list[PromptLine]:
+    """Return the lines with `max_new_tokens`, fewer where learned positions end. A line that cannot
+    run gets an error, e.g. if it needs more than `budget` bytes of KV memory by itself."""
     def fit(line):
-        longest, n_prompt = line.params.max_new_tokens, len(line.ids)
+        longest, n_prompt = max_new_tokens, len(line.ids)
         if model.rotary is None:
             block_size = model.config.block_size
             room = block_size - n_prompt + 1  # the last sampled token is never fed
@@ -37,7 +38,7 @@ def fitted(model, lines: list[PromptLine], budget: int, kv_dtype: str) -> list[P
             return replace(line, error=f'{line.where}: {n_prompt} prompt tokens and '
                                        f'max_new_tokens={longest} need {nice_bytes(needed)} of KV '
                                        f'memory, and there is {nice_bytes(budget)}')
-        return replace(line, params=replace(line.params, max_new_tokens=longest))
+        return replace(line, max_new_tokens=longest)
     return [line if line.error else fit(line) for line in lines]
 
 
@@ -45,7 +46,7 @@ def make_engine(model, tokenizer, lines: list[PromptLine], num_samples: int, row
                 kv_dtype: str, prefix_budget: int = 0, captured: bool = True) -> Engine:
     """Make an engine that fits the longest line without an error. rows: concurrent requests; 0 = up
     to ROWS, but fewer if there are fewer requests or the budget is too small for all windows."""
-    lengths = [len(line.ids) + line.params.max_new_tokens for line in lines if not line.error]
+    lengths = [len(line.ids) + line.max_new_tokens for line in lines if not line.error]
     max_seq_len = max(lengths, default=1)
     if model.rotary is None:
         max_seq_len = min(max_seq_len, model.config.block_size)
@@ -59,23 +60,23 @@ def make_engine(model, tokenizer, lines: list[PromptLine], num_samples: int, row
                   prefix_budget=prefix_budget, tokenizer=tokenizer, captured=captured)
 
 
-def complete(engine: Engine, lines: list[PromptLine], num_samples: int, seed: int,
+def complete(engine: Engine, lines: list[PromptLine], num_samples: int, params: SamplingParams,
              write: Callable[[dict], None]) -> dict:
     """Pass `num_samples` completions of each line to `write` as dicts, in the order of the lines.
 
-    Sample k of a line with its own seed uses `sample_seed(its seed, k)`; completion i of the other
-    lines uses `sample_seed(seed, i)`. A line with an error becomes an answer with the error. If
-    interrupted, all completed answers have been written. Returns numbers for `show_many`.
+    Completion i uses the seed `sample_seed(params.seed, i)`. A line with an error becomes an answer
+    with the error. If interrupted, all completed answers have been written. Returns numbers for
+    `show_many`.
     """
     work = [(line, k) for line in lines for k in range(num_samples)]
-    params = [replace(line.params, seed=sample_seed(line.params.seed, k) if 'seed' in line.given
-                      else sample_seed(seed, i)) for i, (line, k) in enumerate(work)]
+    seeds = [sample_seed(params.seed, i) for i in range(len(work))]
     done = {i: Completion([], [], '', 'error', line.error)
             for i, (line, _) in enumerate(work) if line.error}
     good = [i for i in range(len(work)) if i not in done]
     written, tokens, start = 0, 0, time.perf_counter()
     # a request that the engine rejects is returned as a completion with an error
-    stream = engine.stream([work[i][0].ids for i in good], [params[i] for i in good])
+    stream = engine.stream([work[i][0].ids for i in good], [
+        replace(params, seed=seeds[i], max_new_tokens=work[i][0].max_new_tokens) for i in good])
     try:
         columns = (TextColumn('{task.description}'), BarColumn(), MofNCompleteColumn(),
                    TextColumn('{task.fields[rate]}'), TimeRemainingColumn())
@@ -89,13 +90,13 @@ def complete(engine: Engine, lines: list[PromptLine], num_samples: int, seed: in
                     rate = f'{tokens / (time.perf_counter() - start):,.0f} tokens/s'
                     bar.update(task, completed=len(done), rate=rate)
                 while written in done:
-                    answer = _answer(*work[written], params[written], done[written])
+                    answer = _answer(*work[written], seeds[written], done[written])
                     written += 1  # first, so that an interrupt cannot cause a second write
                     write(answer)
     finally:
         stream.close()
         for i in sorted(i for i in done if i >= written):
-            write(_answer(*work[i], params[i], done[i]))
+            write(_answer(*work[i], seeds[i], done[i]))
     seconds, cache = time.perf_counter() - start, engine.cache
     vanilla, size = engine.model.plan.vanilla(), (cache.batch_size, cache.max_seq_len)
     return {'requests': len(work), 'failed': sum(c.finish_reason == 'error' for c in done.values()),
@@ -123,10 +124,10 @@ def show_many(f: dict) -> None:
         highlight=False, soft_wrap=True)
 
 
-def _answer(line: PromptLine, k: int, params, completion: Completion) -> dict:
-    answer = {'line': line.line_number} | ({} if line.id is None else {'id': line.id}) | {
-        'sample': k, 'prompt': line.prompt or None, 'text': completion.text,
-        'finish_reason': completion.finish_reason,
+def _answer(line: PromptLine, k: int, seed: int, completion: Completion) -> dict:
+    answer = {
+        'line': line.line_number, 'sample': k, 'prompt': line.prompt or None,
+        'text': completion.text, 'finish_reason': completion.finish_reason,
         'prompt_tokens': len(completion.prompt_tokens), 'tokens': len(completion.tokens)}
     if completion.error:
         where = '' if completion.error.startswith(line.where) else f'{line.where}: '
@@ -134,7 +135,7 @@ def _answer(line: PromptLine, k: int, params, completion: Completion) -> dict:
     if completion.n_cached:
         answer['cached_tokens'] = completion.n_cached
     if completion.ttft_s is not None:
-        answer |= {'seed': params.seed, 'ttft_s': round(completion.ttft_s, 4),
+        answer |= {'seed': seed, 'ttft_s': round(completion.ttft_s, 4),
                    'seconds': round(completion.seconds, 4)}
     if completion.logprobs is not None:
         answer['logprobs'] = [entry.as_json() for entry in completion.logprobs]

@@ -1,9 +1,9 @@
 """Linear layers on a CPU, fast for the few rows of a decode step, in bfloat16 for many; GELU."""
 import ctypes
 import functools
-import statistics
+import math
 import sys
-import timeit
+import time
 from types import SimpleNamespace
 
 import torch
@@ -87,8 +87,9 @@ def by_torch(x: torch.Tensor, weight: torch.Tensor, bias=None) -> torch.Tensor:
 def float32_is_faster() -> bool:
     """Whether a bfloat16 weight is multiplied faster after conversion; takes about 50 ms."""
     x, weight = (torch.ones(n, 768, dtype=torch.bfloat16) for n in (64, 768))
-    converted = _seconds(lambda: F.linear(x.float(), weight.float()).bfloat16())
-    return converted < _seconds(F.linear, x, weight)
+    converted, plain = _seconds(lambda: F.linear(x.float(), weight.float()).bfloat16(),
+                                lambda: F.linear(x, weight))
+    return converted < plain
 
 
 def few_rows(dtype: torch.dtype) -> int:
@@ -98,29 +99,44 @@ def few_rows(dtype: torch.dtype) -> int:
 
 @functools.cache
 def _measured(dtype) -> int:
-    rows = 1
-    while rows <= MOST_ROWS and _ratio(dtype, rows) <= 1:
-        rows *= 4
-    return sys.maxsize if rows > MOST_ROWS else rows // 4
+    rows = MOST_ROWS
+    while rows and not _is_fast(dtype, rows):
+        rows //= 4
+    return sys.maxsize if rows == MOST_ROWS else rows
 
 
 @functools.cache
 def suits_prompts(dtype) -> bool:
-    """Whether a C++ step is not slower than torch for many tokens. Its matmuls may take 1.3 times
-    as long: the rest gains more (measured with 124M parameters on 2 AVX-512 BF16 cores)."""
-    return _ratio(dtype, MOST_ROWS) <= 1.3
+    """Whether a C++ step is not slower than torch for many tokens: with AMX it never is. Elsewhere
+    its matmuls may take 1.3 times as long: the rest gains more (measured with 124M parameters on 2
+    AVX-512 BF16 cores)."""
+    on_tiles = dtype == torch.bfloat16 and native.library().tiles
+    return on_tiles or _is_fast(dtype, MOST_ROWS, 1.3)
 
 
-@functools.cache
-def _ratio(dtype, rows: int) -> float:
-    """The extension's time over torch's, for a weight of GPT-2's MLP; takes up to 100 ms."""
+def _is_fast(dtype, rows: int, most: float = 1.0) -> bool:
+    """Whether the extension takes at most `most` times as long as torch, for a weight of GPT-2's
+    MLP; takes up to 150 ms."""
     weight, x = torch.ones(3072, 768, dtype=dtype), torch.ones(rows, 768, dtype=dtype)
-    linear = SimpleNamespace(weight=weight, bias=None, out_features=3072, in_features=768)
-    return _seconds(by_extension, describe(linear), x) / _seconds(by_torch, x, weight)
+    linear = describe(SimpleNamespace(weight=weight, bias=None, out_features=3072, in_features=768))
+    ours, torchs = _seconds(lambda: by_extension(linear, x), lambda: by_torch(x, weight))
+    return ours <= most * torchs
 
 
-def _seconds(call, *args) -> float:
-    return statistics.median(timeit.repeat(lambda: call(*args), repeat=7, number=1))
+def _seconds(*calls) -> list[float]:
+    """The least CPU time of each call, on one thread and in turns. Other programs lengthen the wall
+    time of each differently, above all with several threads: torch's wait for one another."""
+    n_threads, least = torch.get_num_threads(), [math.inf] * len(calls)
+    torch.set_num_threads(1)
+    try:
+        for _ in range(7):
+            for i, call in enumerate(calls):
+                start = time.thread_time()
+                call()
+                least[i] = min(least[i], time.thread_time() - start)
+    finally:
+        torch.set_num_threads(n_threads)
+    return least
 
 
 def speed_up_on_cpu(model) -> None:

@@ -1,10 +1,11 @@
 """Prepare a model's weights for inference: quantize or compile them."""
+import torch
 from torch import nn
 
 from config.errors import UserError
+from engine.weights.int8_rows import CUDA_MULTIPLE
 from engine.weights.quantized import Int4Linear, Int8Linear, QuantizedLinear, quantize
-from kv.int8_rows import CUDA_MULTIPLE
-from kv.parts import tensor_nbytes
+from model import GPT
 
 INT4_GROUP = 32
 
@@ -40,9 +41,16 @@ def weights_dtype(model) -> str:
     return str(model.dtype).removeprefix('torch.')
 
 
+def n_parameters(config) -> int:
+    """Number of parameters of a model of this config, before they are quantized. No memory is
+    allocated."""
+    with torch.device('meta'):
+        return GPT(config).get_num_params(non_embedding=False)
+
+
 def weight_bytes(model) -> int:
     """Bytes of all parameters and buffers."""
-    return sum(map(tensor_nbytes, stored_tensors(model)))
+    return sum(x.nbytes for x in stored_tensors(model))
 
 
 def stored_tensors(model) -> list:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from engine import native
-from engine.weights.linear import by_extension, describe
-from kv.int8_rows import CUDA_MULTIPLE, int8_matmul, quantize_rows
+from engine.weights.int8_rows import CUDA_MULTIPLE, int8_matmul, quantize_rows
+from engine.weights.linear import FewRowsLinear, by_extension, describe
 
 BLOCK, COLUMNS = 16, 4  # rows and columns of one load, `int8_tile` in kernels.h
 
@@ -54,7 +54,6 @@ class QuantizedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, values, scale, group: int):
         super().__init__()
         self.out_features, self.in_features = linear.weight.shape
-        self._forward_pre_hooks.update(linear._forward_pre_hooks)  # act_clamp
         self.group, self.bias = group, linear.bias
         self.packed = (values.device.type == 'cpu' and self.in_features % 4 == 0
                        and native.library() is not None)
@@ -138,7 +137,7 @@ def quantize(model, make) -> None:
     dtype = model.dtype
     for module in list(model.transformer.h.modules()):
         for name, child in module.named_children():
-            if isinstance(child, nn.Linear):
+            if type(child) in (nn.Linear, FewRowsLinear):  # a subclass may compute something else
                 setattr(module, name, make(child))
     model.lm_head = Int8Linear(model.lm_head)
     model.transformer.wte = Int8Embedding(model.lm_head, dtype)

@@ -13,8 +13,7 @@ DEFAULTS = {
     'window_size': 0, 'kv_share': '', 'share_global_kv': False, 'pos_embedding': 'learned',
     'rope_theta': 10000.0, 'rope_theta_global': 0.0, 'qk_norm': False, 'mlp_hidden': 0,
     'gelu': 'exact', 'kv_quant_train': '', 'attn_sink': False, 'rope_fraction_global': 1.0,
-    'key_offset': False, 'kv_tied': '', 'kv_latent': 0, 'attn_gate': False,
-    'act_clamp': 0.0}
+    'key_offset': False, 'kv_tied': '', 'kv_latent': 0, 'attn_gate': False}
 # what transformers and vLLM call some of them
 OTHER_NAMES = {'n_embd': 'hidden_size', 'n_layer': 'num_hidden_layers',
                'n_head': 'num_attention_heads', 'window_size': 'sliding_window'}

@@ -37,10 +37,6 @@ def padded_head_dim(head_dim: int) -> int:
     return min(size for size in sizes if size >= head_dim)
 
 
-def clamped(x: torch.Tensor, limit: float) -> torch.Tensor:
-    return x.clamp(-limit, limit) if limit else x
-
-
 def sharded_parameter(*shape: int) -> nn.Parameter:
     """A parameter whose first dimension is divided among the ranks."""
     p = nn.Parameter(torch.zeros(shape))
@@ -98,7 +94,7 @@ class NanoKVAttention(nn.Module):
         self.c_proj = linear.RowParallelLinear(n_head * D, C, prefix=f'{prefix}.c_proj', **settings)
         self.gate = None if not config.field('attn_gate') else linear.ColumnParallelLinear(
             C, n_head, prefix=f'{prefix}.gate', **settings | {'bias': True})
-        self.clamp, qk_norm = config.field('act_clamp'), config.field('qk_norm')
+        qk_norm = config.field('qk_norm')
         self.q_norm = nn.RMSNorm(D, eps=1e-6) if qk_norm else None
         self.k_norm = nn.RMSNorm(self.width, eps=1e-6) if qk_norm and self.owns else None
         local = config.is_local(layer)
@@ -114,7 +110,6 @@ class NanoKVAttention(nn.Module):
                               kv_sharing_target_layer_name=target, prefix=f'{prefix}.attn', **sinks)
 
     def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        x = clamped(x, self.clamp)
         q, k, v = self.projected(x)
         q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
         if self.rotary is not None:
@@ -131,7 +126,7 @@ class NanoKVAttention(nn.Module):
             y = self._rotated_back(positions, y)
         if self.gate is not None:
             y = y * self.gate(x)[0].sigmoid()[..., None]
-        return self.c_proj(clamped(y.flatten(-2), self.clamp))[0]
+        return self.c_proj(y.flatten(-2))[0]
 
     def projected(self, x):
         """q, k, v, each (tokens, heads * width); None for those of another layer."""
@@ -178,13 +173,13 @@ class NanoKVMLP(nn.Module):
         settings = dict(bias=config.field('bias'), quant_config=vllm_config.quant_config)
         self.c_fc = linear.ColumnParallelLinear(width, hidden, prefix=f'{prefix}.c_fc', **settings)
         self.gelu = nn.GELU(approximate='tanh' if config.field('gelu') == 'tanh' else 'none')
-        self.relu2, self.clamp = config.field('gelu') == 'relu2', config.field('act_clamp')
+        self.relu2 = config.field('gelu') == 'relu2'
         self.c_proj = linear.RowParallelLinear(hidden, width, prefix=f'{prefix}.c_proj', **settings)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x, _ = self.c_fc(clamped(x, self.clamp))
+        x, _ = self.c_fc(x)
         x = functional.relu(x).square() if self.relu2 else self.gelu(x)
-        return self.c_proj(clamped(x, self.clamp))[0]
+        return self.c_proj(x)[0]
 
 
 class NanoKVBlock(nn.Module):

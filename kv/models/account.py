@@ -1,7 +1,9 @@
 """The account of any model's memory: bytes by layer and dtype, what engines allocate, how many
 sequences fit, and what the same model would hold with nanoKV's plan. Torch is needed only where
 transformers builds a model (`kv.models.build`)."""
+import json
 import math
+import re
 from dataclasses import replace
 
 from config.errors import UserError
@@ -81,9 +83,13 @@ def _memory(config: dict) -> Memory:
     check_sizes(config)
     try:
         from kv.models.build import memory_of
+        memory = memory_of(config)
     except ImportError:
-        return memory_of_facts(text_of(config))
-    return memory_of(config)
+        memory = memory_of_facts(text_of(config))
+    # compressed-tensors, ModelOpt and Quark
+    quantized = re.findall(r'"(kv_cache_\w+)": (?!null|false|{}|\[\])', json.dumps(config))
+    notes = [f'{name} is not applied: kv_dtype says how K and V are counted' for name in quantized]
+    return replace(memory, assumed=(*memory.assumed, *notes))
 
 
 def like_nanokv(memory: Memory, batch: int, length: int, nbytes: int) -> dict:

@@ -5,6 +5,10 @@ Torch's meta device has shapes and dtypes but no data, so the largest models tak
 no memory. Only classes that are part of transformers run; code named in a config never does.
 """
 import contextlib
+import importlib
+import inspect
+import re
+import warnings
 from dataclasses import replace
 
 import torch
@@ -12,19 +16,34 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from config.errors import UserError
+from kv.models.config import text_of
 from kv.models.memory import (BLOCKS, CHUNK, CONV, FULL, RECURRENT, STATE, WINDOW, Memory, Part,
                               State, Store)
 
 TOKENS = 3
+MOST_CALLS = 100_000  # of torch; DeepSeek V3 takes 13,000
+# Keys that are not for the config's class: what names code to run, and the names of labels.
+DROPPED = re.compile('auto_map|.*_implementation|num_labels|id2label|label2id')
+# lists of 0 and 1 in configs of MiniMax and MiMo
+OTHER_NAMES = {'attn_type_list': ('linear_attention', 'full_attention'),
+               'hybrid_layer_pattern': ('full_attention', 'sliding_attention')}
+# Keys that may say what layers store. They are told if the class does not read them.
+OF_LAYERS = re.compile('attn|attention|window|swa|hybrid|layer|block|kv_|head')
+NOT_STORED = re.compile('drop|bias|cross|output|norm|scal|flash|moe|mlp|expert|mtp|nextn|init')
 # attributes of the layers of a cache
 STORED = {'keys', 'values', 'indexer_keys', 'conv_states', 'recurrent_states', 'compressed_kv',
           'buffer_kv', 'buffer_gate', 'overlap_kv', 'overlap_gate'}
 
 
 class WithoutData(TorchDispatchMode):
-    """Lets a model branch on meta tensors: every number is 1, and no element is nonzero."""
+    """Lets a model branch on meta tensors: every number is 1, and no element is nonzero. Raises
+    RuntimeError after `MOST_CALLS` calls of torch: a model may have very many modules."""
+    calls = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += 1
+        if self.calls > MOST_CALLS:
+            raise RuntimeError(f'it takes more than {MOST_CALLS:,} calls of torch')
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return 1
         if func is torch.ops.aten.nonzero.default and args[0].is_meta:
@@ -41,9 +60,12 @@ def memory_of(given: dict) -> Memory:
     with _refused(f"transformers does not know model_type={given.get('model_type')!r}"):
         cls = transformers.CONFIG_MAPPING[given['model_type']]
     with _refused(f"this config is not valid for transformers' {cls.__name__}"):
-        config = cls.from_dict(_without_code(given))
+        config = cls.from_dict(_prepared(given))
         if not config.is_encoder_decoder:
             config = config.get_text_config(decoder=True)
+        if getattr(config, 'attention_chunk_size', 0) is None:  # Llama Guard 4
+            config.layer_types = ['full_attention'] * config.num_hidden_layers
+            config.attention_chunk_size = config.max_position_embeddings  # its mask needs one
     name = config.model_type
     with _refused(f'transformers cannot build or run this {name}'):
         model, cache = _run(config)
@@ -68,37 +90,67 @@ def memory_of(given: dict) -> Memory:
     if config.is_encoder_decoder or getattr(config, 'cross_attention_layers', None):
         assumed.append('K and V of cross-attention are not counted: they depend on the length of '
                        'its input')
+    if unread := _unread(_prepared(text_of(given)), cls, type(config), type(model),
+                         type(cache)):
+        assumed.append(f"{unread}: not read by transformers' {type(config).__name__}, and not "
+                       'accounted for')
     widths = [store.parts[0].width for store in stores.values() if store.parts]
     width = max(widths, key=widths.count, default=0)
-    if getattr(config, 'kv_lora_rank', None):
-        width = config.v_head_dim  # of values made from latents
+    first = config.per_layer_config[0] if config.is_heterogeneous else config
+    if getattr(first, 'kv_lora_rank', None):
+        width = first.v_head_dim  # of values made from latents
     return Memory((*stores.values(), *blocks), n_layer,
-                  getattr(config, 'num_attention_heads', None) or 0, width, name, tuple(assumed),
+                  getattr(first, 'num_attention_heads', None) or 0, width, name, tuple(assumed),
                   f'transformers {transformers.__version__}, {type(config).__name__}')
 
 
-def _without_code(config: dict) -> dict:
-    """The config without the keys that name code to run."""
-    return {name: _without_code(value) if isinstance(value, dict) else value
-            for name, value in config.items()
-            if name != 'auto_map' and not str(name).endswith('_implementation')}
+def _prepared(config: dict) -> dict:
+    """The config without the keys in `DROPPED`, and with `layer_types` for other names of them."""
+    config = {name: _prepared(value) if isinstance(value, dict) else value
+              for name, value in config.items() if not DROPPED.fullmatch(name)}
+    for name in OTHER_NAMES.keys() & config.keys():
+        config.setdefault('layer_types', [OTHER_NAMES[name][i] for i in config.pop(name)])
+    return config
+
+
+def _unread(given: dict, *classes: type) -> str:
+    """The keys about layers which these classes do not read, if the config has any: in the source
+    of their modules, their names are not found."""
+    sources = [inspect.getsource(inspect.getmodule(cls)) for cls in classes]
+    words = set(re.findall(r'\w+', ' '.join(sources)))
+    return ', '.join(name for name, value in given.items()
+                     if value not in (None, [], {}) and OF_LAYERS.search(name)
+                     and not NOT_STORED.search(name)
+                     and words.isdisjoint({name, name.partition('_')[0] + '_'}))  # f'swa_{key}'
 
 
 @contextlib.contextmanager
 def _refused(what: str):
-    """Whatever a class of transformers raises becomes a UserError of one line."""
+    """Whatever transformers raises becomes a UserError of one line. Its warnings are not shown."""
     try:
-        yield
+        with warnings.catch_warnings(action='ignore'):
+            yield
     except Exception as e:
         raise UserError(f"{what}: {' '.join(str(e).split())[:300]}") from e
+
+
+def _class_of(config) -> type:
+    """The class of transformers that is built from a config. AutoModel does not list some text
+    models with images or speech: theirs is the first that runs in the config's package."""
+    if type(config) in transformers.MODEL_MAPPING:
+        listed = transformers.MODEL_MAPPING[type(config)]
+        return listed[0] if isinstance(listed, tuple) else listed
+    package = importlib.import_module(type(config).__module__.replace('.configuration_',
+                                                                      '.modeling_'))
+    return next(cls for cls in vars(package).values()
+                if getattr(cls, 'config_class', None) is type(config) and 'forward' in vars(cls))
 
 
 def _run(config):
     """The model on the meta device, and its cache of three tokens; None if it has none."""
     with torch.device('meta'), torch.no_grad(), WithoutData():
-        model = transformers.AutoModel.from_config(
-            config, dtype=torch.bfloat16, attn_implementation='eager', trust_remote_code=False)
-        model = model.eval()
+        model = _class_of(config)._from_config(config, dtype=torch.bfloat16,
+                                               attn_implementation='eager').eval()
         given = {'input_ids': torch.zeros(1, TOKENS, dtype=torch.long), 'use_cache': True}
         if config.is_encoder_decoder:
             model = model.get_decoder()
@@ -125,7 +177,11 @@ def _check_known(cache, name: str) -> None:
 def _store(model, cache, i: int) -> Store:
     """What layer `i` stores for itself."""
     config, layer = model.config, cache.layers[i] if i < len(cache.layers) else None
+    config = config.per_layer_config[i] if config.is_heterogeneous else config
     parts, window = [], getattr(layer, 'sliding_window', None) or 0
+    trimmed = config.model_type != 'gpt_neo'
+    if not trimmed and config.attention_layers[i] == 'local':
+        window = config.window_size
     names = ('latent', 'RoPE key') if getattr(config, 'kv_lora_rank', None) else ('K', 'V')
     tensors = [getattr(layer, 'keys', None), getattr(layer, 'values', None)]
     if getattr(layer, 'compressed_kv', None):  # one tensor
@@ -156,7 +212,7 @@ def _store(model, cache, i: int) -> Store:
     types = getattr(config, 'layer_types', None) or []
     chunked = i < len(types) and types[i] == 'chunked_attention'
     kind = CHUNK if chunked else WINDOW if window else FULL
-    return Store(kind, (i,), tuple(parts), window, tuple(states))
+    return Store(kind, (i,), tuple(parts), window, tuple(states), trimmed=trimmed)
 
 
 def _blocks(layer, i: int) -> list[Store]:

@@ -2,13 +2,17 @@
 import re
 from pathlib import Path
 
-from config.errors import UserError
+from config.errors import UserError, shown
 from config.files import read_json
 
 # where a model of several parts has its text model
 TEXT = ('text_config', 'language_config', 'llm_config', 'thinker_config', 'decoder')
 MOST = 2_000  # layers, or experts of a layer
 COUNTS = re.compile(r'(^|_)(num|n)_(\w+_)?(layer|expert)s?$|coder_layers$')
+IN_ALL = 1_000_000  # of all other numbers, but for those that are often large and never counted to
+LARGE = re.compile('size|dim|embd|rank|width|channel|inner|ffn|ff$|d_model|length|_len$|ctx|'
+                   'context|position|window|topk|token|_ids?$|index$|theta|base|rate|freq|seed|'
+                   'param|pixels|fft|seconds')
 
 
 def read_config(where: str) -> dict:
@@ -35,8 +39,8 @@ def _from_hub(name: str) -> Path:
     if name.count('/') != 1 or name.startswith(('.', '/')) or name.endswith('.json'):
         raise UserError(f'{name!r}: no such folder or config.json')
     try:
-        from huggingface_hub import hf_hub_download
-        return Path(hf_hub_download(name, 'config.json'))
+        from data.download import from_hub
+        return from_hub(name, 'config.json')
     except Exception as e:  # not installed, offline, private, absent
         raise UserError(f"{name!r}: no such folder, and the hub's config.json cannot be fetched: "
                         f"{' '.join(str(e).split())[:200]}") from e
@@ -49,10 +53,18 @@ def text_of(config: dict) -> dict:
     return text_of(inner) if inner else config
 
 
-def check_sizes(config: dict) -> None:
-    """Raise UserError for numbers of layers or experts with which building would never end."""
-    for name, value in config.items():
-        if isinstance(value, dict):
-            check_sizes(value)
-        elif type(value) is int and value > MOST and COUNTS.search(str(name)):
-            raise UserError(f'this config has {name}={value:,}: at most {MOST:,} make sense')
+def check_sizes(value, name: str = 'in all, counts') -> int:
+    """Return the sum of the counts in a config, or in a value of it. Raise UserError for counts
+    with which building would never end, or would need too much memory."""
+    most, total = IN_ALL, 0
+    if isinstance(value, dict):
+        total = sum(check_sizes(inner, str(key)) for key, inner in value.items())
+    elif isinstance(value, list):
+        total = sum(check_sizes(inner, name) for inner in value)
+    elif type(value) is int and COUNTS.search(name):
+        most, total = MOST, max(value, 0)
+    elif type(value) is int and not LARGE.search(name):
+        total = max(value, 0)
+    if total > most:
+        raise UserError(f'this config has {name}={shown(value)}: at most {most:,} make sense')
+    return total

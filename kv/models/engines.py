@@ -33,8 +33,7 @@ def allocated(memory: Memory, batch: int, length: int, dtype: str, page_size: in
              'llama.cpp': llama_cpp(memory, batch, length),
              'llama.cpp --swa-full': llama_cpp(memory, batch, length, swa_full=True)}
     if any(store.stride > 1 for store in memory.stores):
-        known = 'transformers, dynamic' if memory.model_type != NANOKV else ''
-        return {name: n if name == known else None for name, n in found.items()}
+        return {name: n if name == 'transformers, dynamic' else None for name, n in found.items()}
     if memory.model_type == NANOKV:
         tied = any(len(store.parts) == 1 for store in memory.stores)  # our plugin stores it twice
         unknown = ('llama.cpp', *['vLLM'] * tied)
@@ -58,8 +57,8 @@ def transformers(memory: Memory, batch: int, length: int, dtype: str, kind: str)
     of their kernel."""
     total = 0
     for store in memory.stores:
-        held = store.positions(length)
-        if store.window and kind == 'dynamic':
+        held = store.positions(length) if store.trimmed else length
+        if store.window and store.trimmed and kind == 'dynamic':
             held = min(length, store.window - 1)
         total += (held * store.position_nbytes(dtype)
                   + store.states_nbytes(dtype, dtype, length, spare=True))

@@ -50,7 +50,8 @@ class State:
 class Store:
     """What one layer stores. layers: that layer, then those that read its K and V. stride: tokens
     for which it has one entry. waiting: numbers kept, in the model's dtype, for each token of the
-    block that has begun; overlaps: and half of them for each token of the block before."""
+    block that has begun; overlaps: and half of them for each token of the block before. trimmed:
+    transformers stores no more than the window."""
     kind: str
     layers: tuple[int, ...]
     parts: tuple[Part, ...] = ()
@@ -59,12 +60,13 @@ class Store:
     stride: int = 1
     waiting: int = 0
     overlaps: bool = False
+    trimmed: bool = True
 
     def positions(self, length: int) -> int:
         """Positions needed to go on after `length` tokens."""
         if self.window:
             return min(length, self.window)
-        return length // self.stride if self.kind == BLOCKS else -(-length // self.stride)
+        return length // self.stride
 
     def position_nbytes(self, kv_dtype: str) -> int:
         """Bytes of one position: elements, and a scale for each head's vector if quantized."""
@@ -140,9 +142,8 @@ def memory_of_plan(plan: KVPlan) -> Memory:
     for slot in plan.slots:
         shape = slot.n_kv_head, slot.head_dim
         names = ('latent' if slot.latent else 'K = V',) if slot.tied else ('K', 'V')
-        states = (State(RECURRENT, (slot.n_kv_head, slot.head_dim // 2), of_keys=True),
-                  State(RECURRENT, (slot.n_kv_head, slot.width), float32=True))
+        half_key = State(RECURRENT, (slot.n_kv_head, slot.head_dim // 2), of_keys=True)
         stores.append(Store(WINDOW if slot.window else FULL, slot.layers,
                             tuple(Part(name, *shape) for name in names), slot.window,
-                            states[:1] * slot.offset + states[1:] * (slot.stride > 1), slot.stride))
+                            (half_key,) if slot.offset else ()))
     return Memory(tuple(stores), len(plan.layers), plan.n_head, plan.head_dim, NANOKV)

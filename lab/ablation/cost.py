@@ -19,7 +19,6 @@ from lab.benchmarks.steps import TrainingSteps
 from model import GPT
 from training import native
 from training.device import device_name, pick_device, pick_dtype
-from training.int8_training import train_in_int8
 from training.loss import linear_cross_entropy
 from training.optim import make_optimizer
 from training.recompute import set_recompute
@@ -28,8 +27,7 @@ STEPS = 16  # tokens timed in a round
 REFERENCE = 'bfloat16'  # the storage assumed for 'auto'; vanilla GPT-2 is always counted with it
 GIGABYTE = 10 ** 9
 # keys of train.py, besides the model's, that change the work of a training step
-STEP = ('batch_size', 'recompute', 'chunked_loss', 'optimizer', 'offload_optimizer',
-        'int8_training')
+STEP = ('batch_size', 'recompute', 'chunked_loss', 'optimizer')
 
 
 def kv_bytes(ladder, row, lengths: list[int]) -> dict:
@@ -142,10 +140,8 @@ class Speed:
         if key not in self.models:
             model = GPT(config).to(self.device)
             # 'auto' would depend on the machine's memory
-            set_recompute(model, 'none' if s.recompute == 'auto' else s.recompute)
+            set_recompute(model, s.recompute)
             model.loss_fn = linear_cross_entropy if s.chunked_loss else None
-            if s.int8_training:
-                train_in_int8(model)
             if native.wanted(s, self.device):
                 native.speed_up(model)
             self.models[key] = TrainingSteps(

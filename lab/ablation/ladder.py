@@ -31,8 +31,8 @@ OWN = (*NOT_TRAINED, 'converted_from')  # a row's keys that train.py does not ha
 # keys of train.py that do not change the weights
 PLACE = ('out_dir', 'resume_from', 'seed', 'data_seed', 'max_skipped', 'chunked_loss', 'recompute',
          'checkpoint_blocks', 'device', 'attention_backend', 'wandb_log', 'wandb_project',
-         'wandb_run_name', 'tensorboard_log', 'keep_checkpoints', 'checkpoint_interval',
-         'log_interval', 'memory_report', 'memory_budget', 'eval_only', 'backend',
+         'wandb_run_name', 'tensorboard_log', 'checkpoint_interval',
+         'log_interval', 'memory_report', 'eval_only', 'backend',
          'always_save_checkpoint', 'eval_interval', 'eval_iters')
 # losses are comparable only where these are equal
 DATA = ('dataset', 'block_size', *(f'{name}_task' for name in TASKS))

@@ -1,22 +1,17 @@
 """The tasks that need memory. Recall: the accuracy at each distance. Looking up facts by content:
 how many facts a row recalls, and what a fact costs in KV bytes."""
 import itertools
-import re
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from training.evaluate import through_cache
-from model import GPT
-from training.checkpoint import load_checkpoint, load_weights
 
 ROWS = 256          # sequences per number of facts, or per distance
 # not used by training
 RECALL_SEED, SEED = 10_000, 20_000
 BATCH = 32
 RECALLED = 0.95     # share of right answers from which facts count as recalled
-SOLVED = 0.99       # share of right answers at which the task counts as solved
 
 
 def recall(model, kv_dtype: str, task, rows: int = ROWS) -> dict:
@@ -58,20 +53,3 @@ def answered(model, kv_dtype: str, task, n: int, rows: int,
     choices = torch.cat([logits_of(some).argmax(-1) for some in x.split(BATCH)])
     asked = distance > 0
     return (choices == y)[asked].cpu(), distance[asked].cpu()
-
-
-def solved_at(folder: Path, config, task) -> int | None:
-    """The iteration of the first checkpoint in a run's folder from which on all are right on at
-    least SOLVED of the questions (without a cache's rounding); None if the last one is not."""
-    found, solved = {}, None
-    for path in folder.glob('ckpt*.pt'):
-        if re.fullmatch(r'ckpt(_\d+)?\.pt', path.name):
-            saved, model = load_checkpoint(path), GPT(config)
-            load_weights(model, saved, path)
-            found[saved['iter_num']] = model.eval()
-    for iteration, model in sorted(found.items(), reverse=True):
-        answers = [answered(model, 'auto', task, n, BATCH)[0] for n in task.pairs]
-        if torch.cat(answers).float().mean() < SOLVED:
-            break
-        solved = iteration
-    return solved

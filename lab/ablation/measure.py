@@ -27,7 +27,7 @@ from engine.weights.quantize import quantize_weights
 from interop.convert import convert_weights
 from lab.ablation.identifiers import find_identifiers, loss_by_distance
 from lab.ablation.ladder import read_ladder
-from lab.ablation.lookup import lookup, recall, solved_at
+from lab.ablation.lookup import lookup, recall
 from lab.ablation.results import Results, core_digest
 from model import GPT
 from training.checkpoint import config_of
@@ -111,7 +111,7 @@ def effect_of_noise(model, plain, windows, batch: int) -> float:
 def training_figures(out_dir: Path, s) -> dict:
     """Metrics of the training run. Other runs on the machine may have slowed it down, so cost.py
     measures the speed."""
-    rows = read_metrics(out_dir / 'metrics.jsonl')
+    rows = list(read_metrics(out_dir / 'metrics.jsonl'))  # of a ladder's run, which is short
     evaluations = [[row['iter'], row['train_loss'], row['val_loss']]
                    for row in rows if 'val_loss' in row]
     curve = [[row['iter'], None if row['loss'] is None else round(row['loss'], 3)]
@@ -134,8 +134,7 @@ def measure(ladder, row, seed: int, saved, path: Path) -> dict:
     quantize_weights(model, row.weight_dtype)
     task, kv_dtype = task_of(s), model.resolved_kv_dtype(row.kv_dtype)
     if s.dataset == 'lookup':
-        judged = {'lookup': lookup(model, kv_dtype, task) | {
-            'solved_at': solved_at(path.parent, ladder.trained_config(row), task)}}
+        judged = {'lookup': lookup(model, kv_dtype, task)}
     elif task:
         judged = {'recall': recall(model, kv_dtype, task)}
     else:

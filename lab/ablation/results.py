@@ -14,14 +14,12 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / 'results'
 CORE = ['model.py', 'generate.py', *(f'kv/{name}.py' for name in (
     '__init__', 'plan', 'slots', 'cache', 'quantize', 'report'))]
-BLOCKS = ['attention/blocks.py', 'kv/blocks.py']  # beside the core, loaded for kv_stride alone
-CORE += sorted({str(path.relative_to(ROOT)) for path in (ROOT / 'attention').glob('*.py')}
-               - {*BLOCKS})
+CORE += sorted(str(path.relative_to(ROOT)) for path in (ROOT / 'attention').glob('*.py'))
 
 
 def core_digest() -> str:
-    """Return a digest of the sources of the core (docs/architecture.md), and of what it loads."""
-    return digest([(ROOT / path).read_text(encoding='utf-8') for path in (*CORE, *BLOCKS)])
+    """Return a digest of the sources of the core (docs/architecture.md)."""
+    return digest([(ROOT / path).read_text(encoding='utf-8') for path in CORE])
 
 
 def parsed(text: bytes, where):

@@ -74,7 +74,7 @@ def summarize_row(ladder, results, row, measured: dict) -> dict:
 def lookup_of_row(runs: list[dict]) -> dict:
     """Summarise `lookup.lookup` over the seeds."""
     first = runs[0]
-    each = {key: [run[key] for run in runs] for key in ('facts', 'bytes_per_fact', 'solved_at')}
+    each = {key: [run[key] for run in runs] for key in ('facts', 'bytes_per_fact')}
     means = {key: {n: mean_sd(run[key][n] for run in runs) for n in first[key]}
              for key in ('accuracy', 'by_distance')}
     same = {key: first[key] for key in ('kv_bytes', 'rows', 'gap', 'n_values', 'local_reach')}

@@ -5,7 +5,7 @@ import io
 import statistics
 
 from config.sizes import nice_bytes
-from lab.ablation.lookup import RECALLED, SOLVED
+from lab.ablation.lookup import RECALLED
 from lab.ablation.stats import enough, seeds_needed
 from lab.ablation.summary import COMPARED, LEARNED, local_reach
 from lab.tables import Table
@@ -182,15 +182,13 @@ def lookups(rows: list[dict]) -> Table:
     first = rows[0]['lookup']
     title = (f'Looking up facts by content: right answers by number of facts, %, mean over seeds '
              f'(sd); chance is {100 / first["n_values"]:.1f}. Facts: the most of which '
-             f'{RECALLED:.0%} are recalled, by seed. Solved: first checkpoint with {SOLVED:.0%} '
-             'over all numbers of facts, by seed. KV bytes: as allocated for T tokens')
+             f'{RECALLED:.0%} are recalled, by seed. KV bytes: as allocated for T tokens')
     return with_names(title, rows, {
         **shares('lookup', 'accuracy', {f'{int(n):,} facts': n for n in first['accuracy']}),
         'facts': lambda row: listed(row['lookup']['facts']),
         'KV bytes': lambda row: f"{row['lookup']['kv_bytes']:,}",
         'bytes a fact': lambda row: listed(f'{x:,.0f}' for x in row['lookup']['bytes_per_fact']
-                                           if x is not None),
-        'solved at step': lambda row: listed(row['lookup']['solved_at'])})
+                                           if x is not None)})
 
 
 def lookup_distances(rows: list[dict]) -> Table:

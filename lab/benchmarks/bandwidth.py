@@ -10,8 +10,6 @@ import torch
 
 from config.errors import UserError
 from engine.weights.quantize import stored_tensors
-from kv.capacity import read_nbytes
-from kv.parts import tensor_nbytes
 from kv.plan import KVPlan
 from lab.benchmarks import clock
 
@@ -20,20 +18,22 @@ PASSES = 5                    # per measurement
 
 
 def kv_read_per_step(plan: KVPlan, kv_dtype: str, batch: int, held: int, steps: int) -> float:
-    """Mean bytes of K/V read by `steps` steps that start with `held` cached tokens."""
-    lengths = range(held + 1, held + 1 + steps)
-    return sum(read_nbytes(plan, batch, n, kv_dtype) for n in lengths) / steps
+    """Mean bytes of K/V read by `steps` steps that start with `held` cached tokens. A layer that
+    shares a slot reads it again."""
+    slots = [(slot, batch * slot.position_nbytes(kv_dtype) * len(slot.layers))
+             for slot in plan.slots]
+    return sum(slot.capacity(n) * nbytes for n in range(held + 1, held + 1 + steps)
+               for slot, nbytes in slots) / steps
 
 
 def weight_read_bytes(model, batch: int) -> int:
     """Bytes of weights read by one step. All rows have equal lengths and read one row of `wpe`."""
-    total = sum(map(tensor_nbytes, stored_tensors(model)))
+    total = sum(x.nbytes for x in stored_tensors(model))
     for name, rows in (('wte', batch), ('wpe', 1)):
         module = model.transformer[name] if name in model.transformer else None
         x = getattr(module, 'weight', None)
         if x is not None and all(x is not p for p in model.lm_head.parameters()):
-            nbytes = tensor_nbytes(x)
-            total -= nbytes - nbytes * min(rows, x.size(0)) // x.size(0)
+            total -= x.nbytes - x.nbytes * min(rows, x.size(0)) // x.size(0)
     return total
 
 

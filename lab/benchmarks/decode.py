@@ -12,7 +12,7 @@ import torch
 
 from config.sizes import parse_bytes
 from engine.steps.decode import fast_decode
-from lab.benchmarks import clock, generation, setting
+from lab.benchmarks import clock, setting
 from lab.benchmarks.bandwidth import Bandwidth, kv_read_per_step, most_sequences, weight_read_bytes
 
 
@@ -41,8 +41,6 @@ class DecodeRound:
 
 def run(s, data_root: Path) -> dict:
     """The document with all cells."""
-    if s.against in generation.PEERS:
-        return generation.run(s, data_root)
     budget = parse_bytes(s.budget) if s.budget else 0
     further = 0 if budget else s.steps
     shapes, config = setting.begin(s, data_root, steps=1)

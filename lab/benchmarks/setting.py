@@ -21,16 +21,14 @@ from engine.weights.linear import speed_up_on_cpu
 from engine.requests.params import SamplingParams
 from engine.requests.sampler import most_likely
 from engine.weights.quantize import (
-    compile_for_decode, quantize_weights, weight_bytes, weights_dtype)
-from kv.capacity import parameters
+    compile_for_decode, n_parameters, quantize_weights, weight_bytes, weights_dtype)
 from model import GPT
 from training.device import describe_attention, device_name, pick_device, pick_dtype
 
 MIN_REPEATS = 5  # the median of fewer rounds means little
 AGAINST = {  # mode -> what it can be compared with
     'train': ('nanogpt',), 'serve': ('vllm',), 'prefill': ('vanilla', 'untrimmed', 'vllm'),
-    'decode': ('vanilla', 'vanilla_float32', 'float32_kv', 'hf', 'nanogpt', 'llama.cpp'),
-    'recompute': ('vanilla',), 'lengths': ('vanilla',)}
+    'decode': ('vanilla', 'vanilla_float32', 'float32_kv'), 'recompute': ('vanilla',)}
 
 
 def check_against(s) -> None:
@@ -173,7 +171,7 @@ def facts(s, models: dict[str, GPT]) -> dict:
         'compile': compiles(s), 'native': on_cpu and native.library() is not None,
         'kv_dtype': model.resolved_kv_dtype(s.kv_dtype),
         'models': {name: dataclasses.asdict(m.config) | {
-            'params': parameters(m.config, m.plan), 'weight_bytes': weight_bytes(m)}
+            'params': n_parameters(m.config), 'weight_bytes': weight_bytes(m)}
                    for name, m in models.items()}}
 
 

@@ -1,4 +1,4 @@
-"""Training steps as the modes train, lengths and recompute time them, and ablate.py: what train.py
+"""Training steps as the modes train and recompute time them, and ablate.py: what train.py
 does with one batch, without dropout."""
 import contextlib
 import io

@@ -22,9 +22,9 @@ names the command that made it. In a run all sides are interleaved; ratios are m
 rounds, with the smallest and the largest. B: sequences; W: the window of local layers; TTFT and
 TPOT: times to the first and per further output token.
 '''
-LEFT = ('side', 'model', 'policy', 'kept', 'state', 'equal rows', 'equal texts')
-PEER_FACTS = ('llama.cpp K/V', 'llama.cpp processor', 'ctranslate2 arithmetic')
-WITHOUT_CACHE = ('lengths', 'recompute', 'kernels')  # modes
+LEFT = ('side', 'model', 'policy', 'state', 'equal texts')
+OURS = ('', 'vanilla', 'vanilla_float32', 'float32_kv', 'untrimmed')  # our engine runs both
+WITHOUT_CACHE = ('recompute', 'kernels')  # modes
 
 SIDE = {'B': '{batch:,}', 'side': '{side}'}
 PROMPT = {'prompt': '{context:,}'} | SIDE
@@ -32,7 +32,6 @@ RATE = {'tokens/s': '{tokens_per_second[median]:,.1f}'}
 WHOLE_RATE = {'tokens/s': '{tokens_per_second[median]:,.0f}'}
 FASTER = {'ours faster, x': '{ratios[tokens_per_second]:.2f}'}  # than the side in the row
 FASTER_TTFT = {'ours faster, x': '{ratios[ttft]:.2f}'}
-EQUAL = '{rows_equal} of {rows}'
 POLICY = {'model': '{model}', 'T': '{context:,}', 'B': '{batch:,}', 'policy': '{side}'}
 SECONDS = {'side': '{side}', 'seconds': '{seconds:.3f}'} | WHOLE_RATE | FASTER
 REQUESTS = '{requests} requests of {shortest} to {longest} new tokens ({total:,} in all)'
@@ -40,10 +39,6 @@ VLLM = ', median (min-max); vLLM in {vllm_dtype}'
 
 # kind of document (`kind_of`) -> its tables: title, where the rows come from (`rows_of`), columns
 TABLES = {
-    'generation': [
-        ('generations with the same weights and prompts, median (min-max)', 'cells', PROMPT | {
-            'TTFT, ms': '{ttft_ms[median]:.0f}', 'TPOT, ms': '{tpot_ms:.1f}'} | RATE | FASTER | {
-            'equal rows': EQUAL})],
     'decode': [
         ('sequences within {budget:,} bytes of K/V, allocated', 'capacity', {
             'context': '{context:,}', 'side': '{side}', 'sequences': '{sequences:,}',
@@ -68,13 +63,9 @@ TABLES = {
         (REQUESTS + ', median (min-max)', 'cells', {
             'prompt': '{context:,}', 'rows': '{batch:,}', 'side': '{side}',
             'tokens/s': '{tokens_per_second:,.1f}', 'first token, ms': '{ttft_ms[median]:,.0f}',
-            'K/V held, MB': '{kv_held_bytes:,.2f/1e6}'} | FASTER | {'equal texts': EQUAL})],
+            'K/V held, MB': '{kv_held_bytes:,.2f/1e6}'} | FASTER | {'equal texts': '{rows_equal} of {rows}'})],
     'serve against vllm': [
         (REQUESTS + VLLM, 'cells', {'prompt': '{context:,}', 'rows': '{rows}'} | SECONDS)],
-    'lengths': [
-        ('a training step, median (min-max); recompute {recompute}', 'cells', {
-            'T': '{context:,}'} | SIDE | {'step, ms': '{step_ms:,.0f}'} | WHOLE_RATE | {
-            'model TFLOP/s': '{model_tflops_per_second[median]:.3f}'} | FASTER)],
     'recompute': [
         ("a training step by recomputation policy, median (min-max); 'time, x' is that of 'none'",
          'cells', POLICY | {'step, ms': '{step_ms:,.0f}'} | WHOLE_RATE | {
@@ -94,14 +85,6 @@ TABLES = {
             'share, %': '{share:.0f/.01}', 'error': '{error:.0e}', 'failed': '{failed}'}),
         ('QK-norm, RoPE, int8 and write, one token a row', 'write',
          SIDE | {'us': '{ms:,.1f/.001}'})],
-    'chat': [
-        ('bytes kept of one dialogue, everything included, against vanilla GPT-2 in bfloat16',
-         'bytes', {
-            'page': '{page_size}', 'kept': '{kept}', 'tokens': '{tokens:,}',
-            'messages': '{messages}', 'MB': '{held_nbytes:,.2f/1e6}',
-            'vanilla, MB': '{vanilla_nbytes:,.2f/1e6}', 'smaller, x': '{smaller:.1f}'}),
-        ('time to the first token of a message of {message} tokens, median (min-max)', 'cells', {
-            'past': '{context:,}', 'side': '{side}', 'TTFT, ms': '{ttft_ms:,.1f}'} | FASTER_TTFT)],
 }
 
 
@@ -125,9 +108,6 @@ class Column(string.Formatter):
 
 def rows_of(document: dict, source: str) -> list[dict]:
     """The rows of a table: one for each side of each cell, with the ratios of that side only."""
-    if source == 'bytes':
-        return [row | {'kept': 'anchors' if row['compact'] else 'all positions'}
-                for row in document['bytes']]
     rows = []
     for cell in document['cells' if source == 'capacity' else source]:
         sides = cell.get('capacity', {}) if source == 'capacity' else cell['sides']
@@ -142,10 +122,10 @@ def rows_of(document: dict, source: str) -> list[dict]:
 
 
 def kind_of(document: dict) -> str:
-    if document['against'] == 'vllm':
-        return f"{document['mode']} against vllm"
-    peer = document['mode'] == 'decode' and 'bandwidth' not in document
-    return 'generation' if peer else document['mode']
+    """A document of a mode, or of a program, that earlier versions had is of a kind without tables.
+    """
+    other = document.get('against', '') not in OURS
+    return f"{document['mode']} against {document['against']}" if other else document['mode']
 
 
 def tables(document: dict) -> list[Table]:
@@ -172,16 +152,13 @@ def heading(document) -> list[str]:
     mode = document['mode']
     against = f" against {document['against']}" if document['against'] else ''
     steps = f" of {document['steps']} steps" if 'steps' in document else ''
-    versions = ''.join(f', {name} {document[name]}'
-                       for name in ('transformers', 'llama.cpp', 'ctranslate2', 'vllm')
-                       if name in document)
+    version = f", vllm {document['vllm']}" if 'vllm' in document else ''
     dtypes = (f"arithmetic {document['dtype']}" if mode in WITHOUT_CACHE else
               f"weights {document['dtype']}, K/V {document['kv_dtype']}")
     rounds = f"; {document['repeats']} rounds{steps}, after one to warm up"
     lines = [f'{mode}{against}' + ('' if mode == 'kernels' else rounds),
              f"{document['device']}, {document['threads']} threads; {document['processor']}",
-             f"torch {document['torch']}{versions}; {dtypes}"]
-    lines += [f'{name}: {document[name]}' for name in PEER_FACTS if name in document]
+             f"torch {document['torch']}{version}; {dtypes}"]
     lines += [f'{name}: {describe(model)}' for name, model in document['models'].items()]
     if 'bandwidth' in document:
         lines.append(Column().text('bandwidth: {bytes_per_second:.1f/1e9} GB/s, {kernel}',
@@ -228,7 +205,7 @@ def read(path: str) -> dict:
 def main(paths: list[str]):
     documents = {Path(path).stem: read(path) for path in paths}
     print(page({name: document for name, document in documents.items()
-                if document.get('mode') in TABLES}), end='')
+                if 'mode' in document and kind_of(document) in TABLES}), end='')
 
 
 if __name__ == '__main__':

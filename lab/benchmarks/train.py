@@ -17,7 +17,7 @@ from torch.profiler import schedule, tensorboard_trace_handler
 from config.errors import UserError, at_least
 from data.tokenfiles import is_prepared
 from lab.benchmarks import clock
-from lab.benchmarks.engines import check_vanilla, nanogpt
+from lab.benchmarks.nanogpt import check_vanilla, nanogpt
 from lab.benchmarks.setting import model_config, run_facts
 from lab.benchmarks.steps import TrainingSteps
 from model import GPT
@@ -51,7 +51,7 @@ def training_steps(s, data_root: Path, theirs: bool = False) -> TrainingSteps:
         next_batch = TokenBatches(folder, s.block_size, s.batch_size, device).next
     model = GPT(model_config(s, data_root))
     if theirs:
-        check_vanilla(model.config, 'nanogpt')
+        check_vanilla(model.config)
         model = nanogpt(model, s.nanogpt).to(device)
     else:
         model.to(device).attention_backend = s.attention_backend

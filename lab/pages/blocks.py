@@ -95,7 +95,7 @@ def speeds() -> list[dict]:
 
 
 def replays() -> list[dict]:
-    """The results of lab/scripts/sessions.sh, with the name of the server and its dtype."""
+    """The results of replays, with the name of the server and its dtype."""
     found = []
     for line in (RESULTS / 'sessions/replay.jsonl').read_text(encoding='utf-8').splitlines():
         each = json.loads(line)
@@ -107,11 +107,6 @@ def replays() -> list[dict]:
         return each['trace'], by_memory, list(SERVERS.values()).index(each['name']), each['kv']
 
     return sorted(found, key=place)
-
-
-def stalls() -> list[dict]:
-    return [load(f'sessions/stall-{file}') | {'name': name} for file, name in (
-        ('float32', 'nanoKV, float32'), ('int8', 'nanoKV, int8'), ('vllm', 'vLLM, float32'))]
 
 
 # -- cells -----------------------------------------------------------------------------------------
@@ -201,18 +196,6 @@ TABLES = {
         'first token, ms: 50%': ms('ttft_s', 'p50'), '95%': ms('ttft_s', 'p95'),
         '99%': ms('ttft_s', 'p99'), 'each further token': ms('tpot_s', 'p50'),
         'gaps, 99%': ms('gap_s', 'p99')}),
-    'sessions-stalls': (stalls, {
-        'weights and K/V': '{name}', 'gap before, median': ms('before_s', 'p50'),
-        'gap before, 99%': ms('before_s', 'p99'), 'gap during, median': ms('during_s', 'p50'),
-        'gap during, 99%': ms('during_s', 'p99'),
-        '99% during over median before': '{p99_over_median:.1f}', 'the same, time per token':
-        lambda row: f"{row['tpot_during_s']['p99'] / row['tpot_before_s']['p50']:.1f}",
-        'first token, long': '{long_ttft_s[p50]:.1f} s', 'short': '{short_ttft_s[p50]:.2f} s'}),
-    'sessions-simulated': (lambda: [trace | cell for trace in load('sessions/simulated')['traces']
-                                    for cell in trace['cells']], {
-        'trace': '`{trace}`', 'unavoidable': '{unavoidable:,}', 'of the bytes': '{share}%',
-        'MB': mega('most_nbytes', '.1f'), 'computed': '{computed:,}',
-        'over unavoidable': '{over_unavoidable:.2f}'}),
 }
 
 
@@ -239,10 +222,6 @@ REPORTS = {
     'plan-report': lambda: printed(
         '-m kv config/train_gpt2_mqa_local.py --max_seq_len=8192 --budget=1GB'),
     'account-report': account_report,
-    'capacity-example': lambda: printed(
-        '-m kv.capacity config/train_gpt2_mqa_local.py --n_layer=24 --n_head=32 --n_embd=2048 '
-        '--head_dim=64 --mlp_hidden=0 --kv_dtype=int8 --context=4096 --hit_rate=0.95 '
-        '--requests_per_second=20000 --tpot=50'),
 }
 
 

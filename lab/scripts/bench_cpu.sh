@@ -24,7 +24,6 @@ bench() {
 # the full stack: GPT-2 124M's shape and number of parameters, with every memory saving on
 full() { bench "$1" config/train_gpt2_mqa_local.py "--mode=$2" "${@:3}"; }
 decode() { full "$1" decode "${@:2}"; }
-peer() { bench "$1" --mode=decode --against="$2" "${@:3}"; }
 int8='--weight_dtype=int8 --kv_dtype=int8'
 vllm='--against=vllm --batch_sizes=16 --contexts=64 --requests=32 --output_lengths=64'
 
@@ -40,27 +39,16 @@ decode decode-int8-kv --batch_sizes=1,4,16 --contexts=1024,4096,16384 --kv_dtype
 decode decode-1GB --contexts=4096 --budget=1GB $int8 --against=vanilla_float32
 decode decode-bfloat16 --batch_sizes=1,16 --contexts=1024 --dtype=bfloat16
 decode decode-plain-torch --batch_sizes=1,16 --contexts=1024 --native=False
-# llama-cpp-python and gguf must be installed
-peer against-llama.cpp-b1 llama.cpp --steps=32 --batch_sizes=1 --contexts=32,900
-peer against-llama.cpp-b16 llama.cpp --steps=32 --batch_sizes=16 --contexts=900
-peer against-llama.cpp-int8-b1 llama.cpp --steps=32 --batch_sizes=1 --contexts=32,900 --weight_dtype=int8
-peer against-llama.cpp-int8-b16 llama.cpp --steps=32 --batch_sizes=16 --contexts=900 --weight_dtype=int8 --kv_dtype=bfloat16
-files+=(results/cpu/against-ctranslate2-int8.json)  # measured at commit 02b76de
-peer against-hf hf --batch_sizes=1,16 --contexts=960 --steps=32
-# a checkout of karpathy/nanoGPT in ./nanoGPT
-peer against-nanogpt nanogpt --nanogpt=nanoGPT --batch_sizes=1 --contexts=960 --steps=8
 full prefill prefill --against=untrimmed --contexts=1024,8192
 full prefill-int8 prefill --against=untrimmed --contexts=1024,4096,8192 $int8
 full prefill-chunked prefill --against=vanilla --contexts=1024,4096 --prefill_chunk=256
 full recompute recompute --against=vanilla --contexts=1024
-full lengths lengths --against=vanilla --contexts=256,512,1024,2048,8192
 # in the environment that lab/scripts/vllm_env.sh makes
 full against-vllm serve $vllm $int8
 full against-vllm-bfloat16 serve $vllm --dtype=bfloat16
 full against-vllm-prefill prefill --against=vllm --contexts=1024,4096,8192 $int8
 full against-vllm-prefill-bfloat16 prefill --against=vllm --contexts=1024,4096,8192 --dtype=bfloat16
 full serve serve --batch_sizes=16 --contexts=64
-full chat chat --contexts=1024,8192 --kv_dtype=int8 --page_sizes=16,64
 }
 
 "$PYTHON" -X utf8 -m lab.benchmarks.table "${files[@]}" > results/cpu/README.md

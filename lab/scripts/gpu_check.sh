@@ -158,8 +158,7 @@ run_part() {
         --contexts=1024 --steps=64 ;;
     programs)
       full serve 120 --mode=serve --batch_sizes=64 --contexts=256 --requests=256
-      full prefill 120 --mode=prefill --against=vanilla --batch_sizes=1,8 --contexts=1024,8192
-      full lengths 240 --mode=lengths --against=vanilla --contexts=1024,8192 ;;
+      full prefill 120 --mode=prefill --against=vanilla --batch_sizes=1,8 --contexts=1024,8192 ;;
     ladder)
       step data 60 "$python" data/text/prepare.py --glob='*.py' \
         --input="$("$python" -c 'import os, torch; print(os.path.dirname(torch.__file__))')"

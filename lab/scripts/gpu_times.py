@@ -26,7 +26,6 @@ from engine.steps.fused_linear import fused_linear
 from engine.requests.params import SamplingParams
 from engine.steps.prepare import prepare
 from engine.weights.quantized import Int8Linear
-from kv.parts import tensor_nbytes
 from lab.benchmarks.decode import DecodeRound
 from lab.benchmarks.kernels import milliseconds_a_call, n_copies
 from lab.benchmarks.setting import build, model_config, random_tokens
@@ -112,7 +111,7 @@ def linears() -> dict:
     for rows in (1, 8, 16, 32, 64):
         for name, case in linear_cases(rows, device, torch.bfloat16).items():
             copies = [linear_cases(rows, device, torch.bfloat16)[name]
-                      for _ in range(n_copies(tensor_nbytes(case[1].weight)))]
+                      for _ in range(n_copies(case[1].weight.nbytes))]
             cells = [str(rows), name]
             for function in (fused_linear, plain_linear):
                 calls = [partial(function, *each) for each in copies]

@@ -26,7 +26,7 @@ from config.errors import UserError
 from configurator import run_program
 from data.datasets import DATA_ROOT, ensure_dataset
 from data.tokenfiles import TokenSplit
-from lab.benchmarks.engines import nanogpt_module
+from lab.benchmarks.nanogpt import nanogpt_module
 from lab.files import write_json
 from model import GPT
 from training.checkpoint import load_checkpoint

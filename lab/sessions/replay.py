@@ -1,8 +1,10 @@
-"""Replays a trace against a server: each user of it is a thread that waits for its replies.
+"""Replays a trace against a server: each user is a thread that waits for its replies.
 
 Open loop: requests are sent at the times of the trace, but not before the user has the reply to
-the one before. Closed loop: so many users at once, who do not pause.
+the one before. Closed loop: so many users at once, who do not pause. Prompts are token ids, which
+continue with the ids of the server's own replies, so that what is unavoidable is known exactly.
 """
+import bisect
 import queue
 import threading
 import time
@@ -10,209 +12,136 @@ import time
 import numpy as np
 
 from config.errors import UserError
+from engine.prefix.blocks import common_tokens
 from lab.benchmarks import clock
 from lab.sessions.client import Answer, Client, Failed
-from lab.sessions.known import Known
-from lab.sessions.trace import Session, Trace
-
-# a token each with most tokenizers
-WORDS = """the of and to in is that for it as was with be by on not he his but at are this have from
-or had an they which one you were all her she there would their we him been has when who will no
-more if out so up said what its about than into them can only other time new some could these two
-may first then do any like my now over such our man me even most made after also did many off
-before must well back through years where much your way down should because long each""".split()
+from lab.sessions.trace import Trace
 
 
-class TokenPrompts:
-    """Prompts as token ids, which continue with the ids of the server's own replies: exact.
+class Known:
+    """Sequences of tokens whose K and V have been computed: what a prefix cache of unlimited size
+    would have, and so the bound that a server is measured by."""
 
-    ids: the numbers of a trace are mapped to `range(*ids)`. fields: of the requests' documents.
-    """
-    path = 'completions'
+    def __init__(self):
+        self._sequences = []  # as big-endian bytes, in order: neighbours share the longest prefixes
 
-    def __init__(self, trace: Trace, ids: tuple[int, int], fields: dict):
-        self.trace, self.ids, self.fields = trace, ids, fields
+    def unavoidable(self, tokens) -> int:
+        """How many tokens of a prompt must be computed: those after the longest prefix that a
+        sequence begins with, and at least the last one, whose logits are needed."""
+        key = np.asarray(tokens, dtype='>u4').tobytes()
+        at = bisect.bisect_left(self._sequences, key)
+        prefix = max((common_tokens(key, other)
+                      for other in self._sequences[max(0, at - 1):at + 1]), default=0)
+        return len(tokens) - min(prefix, len(tokens) - 1)
 
-    def document(self, session: Session, i: int, answers: dict[int, Answer]) -> tuple[dict, list]:
-        """(document, sequence that stands for the prompt)"""
-        path = session.lineage(i)
-        prompt = self._tokens(self.trace.system(session))
-        for k in path[:-1]:
-            prompt += self._tokens(self.trace.message(session, k)) + answers[k].tokens
-        prompt += self._tokens(self.trace.message(session, i))
-        return {'prompt': prompt} | self.fields, prompt
-
-    def after(self, sequence: list, answer: Answer) -> list:
-        """The sequence of a prompt and its reply. The last token of that was never an input.
-        Raises UserError if its ids are not known."""
-        if not answer.tokens:
-            raise UserError('the server does not say the ids of its reply: --fields asks it to, or '
-                            'use --prompts=text')
-        return sequence + answer.tokens[:-1]
-
-    def _tokens(self, numbers: np.ndarray) -> list[int]:
-        low, high = self.ids
-        return (low + numbers % (high - low)).tolist()
-
-
-class TextPrompts:
-    """Conversations of words, for servers that do not say token ids. What is unavoidable is then
-    estimated: the share of characters that are new, times the tokens of the prompt."""
-    path = 'chat/completions'
-
-    def __init__(self, trace: Trace, fields: dict):
-        self.trace, self.fields = trace, fields
-
-    def document(self, session, i, answers) -> tuple[dict, list]:
-        system, path = self._words(self.trace.system(session)), session.lineage(i)
-        messages = [{'role': 'system', 'content': system}] * bool(system)
-        for k in path:
-            said = self._words(self.trace.message(session, k))
-            messages.append({'role': 'user', 'content': said})
-            if k != i:
-                messages.append({'role': 'assistant', 'content': answers[k].text})
-        text = ''.join(f"{each['role']}\n{each['content']}\n" for each in messages) + 'assistant\n'
-        return {'messages': messages} | self.fields, [ord(c) for c in text]
-
-    def after(self, sequence, answer) -> list:
-        return sequence + [ord(c) for c in answer.text]
-
-    def _words(self, numbers) -> str:
-        return ' '.join(WORDS[number % len(WORDS)] for number in numbers)
+    def add(self, tokens) -> None:
+        bisect.insort(self._sequences, np.asarray(tokens, dtype='>u4').tobytes())
 
 
 class Replay:
-    """A replay, and the records of its requests.
+    """A replay, and the answers to its requests. `prompt` and `unavoidable` of an answer are the
+    tokens of its prompt, and those of them that no cache could have saved.
 
+    ids: the numbers of a trace are mapped to `range(*ids)`. fields: of the requests' documents.
     users: at once, in a closed loop; 0 = open loop. rate: how much faster than in the trace.
-    Raises:
-        Failed: if the server does not answer.
     """
 
-    def __init__(self, trace: Trace, client: Client, prompts, users: int = 0, rate: float = 1.0):
-        self.trace, self.client, self.prompts = trace, client, prompts
-        self.users, self.rate = users, rate
-        self.known, self.records = Known(), []
-        self._lock = threading.Lock()
-        self.model = client.model()
+    def __init__(self, trace: Trace, client: Client, ids: tuple[int, int], fields: dict,
+                 users: int = 0, rate: float = 1.0):
+        self.trace, self.client, self.ids, self.fields = trace, client, ids, fields
+        self.users, self.rate, self.answers = users, rate, []
+        self.known, self._lock = Known(), threading.Lock()
 
-    def run(self, watch=lambda: None) -> dict:
-        """Replay the trace, and call `watch` after each request.
-
-        An interruption (Ctrl-C) ends it. Raises UserError if the server does not say the ids that
-        the prompts need."""
-        in_order = sorted(self.trace.sessions, key=lambda session: session.requests[0].at)
-        self._clock, self._first = time.perf_counter(), in_order[0].requests[0].at
-        waiting, done = queue.SimpleQueue(), queue.SimpleQueue()  # sessions; records or an error
-        for session in in_order:
-            waiting.put(session)
+    def run(self) -> dict:
+        """Replay the trace, and return the summary. UserError: if there is no server, or it does not
+        say the ids of its replies."""
+        sessions = self.trace.sessions
+        in_order = sorted(range(len(sessions)), key=lambda k: sessions[k][0].at)
+        self._clock = time.perf_counter() - sessions[in_order[0]][0].at / self.rate
+        waiting, done = iter(in_order), queue.SimpleQueue()  # of all users; answers or an error
 
         def user():
             try:
-                while True:
-                    self._session(waiting.get_nowait(), done)
-            except queue.Empty:
-                pass
+                for session in waiting:
+                    self._session(session, done)
             except Exception as e:
                 done.put(e)
 
         for _ in range(min(self.users or len(in_order), len(in_order))):
             # a daemon: an interrupted replay does not wait for replies
             threading.Thread(target=user, daemon=True).start()
-        for _ in clock.progress(range(self.trace.n_requests), self.trace.name):
-            record = done.get()
-            if isinstance(record, Exception):
-                raise record
-            self.records.append(record)
-            watch()
+        for _ in clock.progress(range(sum(map(len, sessions))), self.trace.name):
+            answer = done.get()
+            if isinstance(answer, Exception):
+                raise answer
+            self.answers.append(answer)
         return self.summary()
 
     def _session(self, session, done):
-        answers = {}
-        for i, request in enumerate(session.requests):
-            due = self._now() if self.users else (request.at - self._first) / self.rate
-            time.sleep(max(0.0, due - self._now()))
-            done.put(self._request(session, i, answers))
+        whole = {-1: self._tokens(self.trace.system())}  # each prompt with its reply
+        for i, request in enumerate(self.trace.sessions[session]):
+            if not self.users:
+                due = self._clock + request.at / self.rate
+                time.sleep(max(0.0, due - time.perf_counter()))
+            answer = Answer(request.reply)
+            try:
+                if request.after not in whole:
+                    raise Failed('it follows a request that failed')
+                prompt = whole[request.after] + self._tokens(self.trace.message(session, i))
+                self._ask(prompt, answer)
+                whole[i] = prompt + answer.tokens
+            except Failed as e:
+                answer.error = str(e)
+            answer.ended = time.perf_counter()
+            done.put(answer)
 
-    def _request(self, session, i, answers) -> dict:
-        request = session.requests[i]
-        record = {'session': session.number, 'request': i, 'kind': request.kind,
-                  'asked': request.reply, 'sent': self._now(), 'error': ''}
-        answer = Answer(time.perf_counter())
-        try:
-            if any(k not in answers for k in session.lineage(i)[:-1]):
-                raise Failed('it follows a request that failed')
-            document, sequence = self.prompts.document(session, i, answers)
-            with self._lock:
-                new = self.known.unavoidable(sequence)
-                self.known.add(sequence)
-            limits = {'model': self.model, 'max_tokens': request.reply, 'temperature': 0}
-            self.client.ask(self.prompts.path, limits | document, answer=answer)
-            record |= measured(answer, new / len(sequence))
-            whole = self.prompts.after(sequence, answer)
-            with self._lock:
-                self.known.add(whole)
-            answers[i] = answer
-        except Failed as e:
-            record['error'] = str(e)
-        return record | {'refused': answer.refused, 'ended': self._now()}
+    def _ask(self, prompt: list[int], answer: Answer) -> None:
+        answer.prompt = len(prompt)
+        with self._lock:
+            answer.unavoidable = self.known.unavoidable(prompt)
+            self.known.add(prompt)
+        self.client.ask({'prompt': prompt, 'max_tokens': answer.asked, 'temperature': 0}
+                        | self.fields, answer)
+        if not answer.stamps:
+            raise Failed('the reply is empty')
+        if not answer.tokens:
+            raise UserError('the server does not say the ids of its reply: --fields asks it to')
+        with self._lock:
+            self.known.add(prompt + answer.tokens[:-1])  # the last one was never an input
 
-    def _now(self) -> float:
-        return round(time.perf_counter() - self._clock, 4)
+    def _tokens(self, numbers: np.ndarray) -> list[int]:
+        low, high = self.ids
+        return (low + numbers % (high - low)).tolist()
 
     def summary(self) -> dict:
         """Totals and percentiles. Seconds, from the first request to the end of the last one.
-        None: what a server without `usage` and `cached_tokens` does not tell."""
-        records = self.records
-        good = [record for record in records if not record['error']]
-        errors = [record['error'] for record in records if record['error']]
-
-        def total(key):
-            return sum(record[key] or 0 for record in good)
-
-        counted = all(record['prompt'] for record in good)
-        told = counted and any(record['cached'] is not None for record in good)
-        computed = total('prompt') - total('cached')
-        seconds = max(r['ended'] for r in records) - min(r['sent'] for r in records)
+        computed: None if the server does not say what was cached."""
+        good = [answer for answer in self.answers if not answer.error]
+        errors = [answer.error for answer in self.answers if answer.error]
+        prompts, asked, unavoidable = (sum(getattr(answer, name) for answer in good)
+                                       for name in ('prompt', 'asked', 'unavoidable'))
+        details = [answer.usage.get('prompt_tokens_details') or {} for answer in good]
+        cached = [each['cached_tokens'] for each in details if 'cached_tokens' in each]
+        computed = prompts - sum(cached) if cached else None
+        reply = sum(len(answer.tokens) for answer in good)
+        seconds = (max(answer.ended for answer in self.answers)
+                   - min(answer.started for answer in self.answers))
         return {
-            'trace': self.trace.name, 'seed': self.trace.seed,
-            'sessions': len(self.trace.sessions), 'requests': self.trace.n_requests,
-            'model': self.model, 'prompts': self.prompts.path, 'fields': self.prompts.fields,
+            'trace': self.trace.name, 'requests': len(self.answers), 'fields': self.fields,
             'users': self.users, 'rate': self.rate, 'ended': len(good), 'failed': len(errors),
             'errors': list(dict.fromkeys(errors))[:5],
-            'refused': sum(record['refused'] for record in records),
-            'seconds': seconds, 'reply_tokens': total('reply'),
-            'asked_tokens': total('asked'),
-            'prompt_tokens': total('prompt') if counted else None,
-            'unavoidable': total('unavoidable') if counted else None,
-            'computed': computed if told else None,
-            'over_unavoidable': computed / total('unavoidable') if told else None,
-            'tokens_per_second': total('reply') / seconds,
-            'ttft_s': percentiles([record['ttft'] for record in good]),
-            'tpot_s': percentiles([record['tpot'] for record in good if record['reply'] > 1]),
-            'gap_s': percentiles([gap for record in good for gap in record['gaps']])}
-
-
-def measured(answer: Answer, new: float) -> dict:
-    """What a record has of a reply. new: the share of the prompt that had to be computed.
-
-    Seconds: `ttft` to the first token, `tpot` on average from each token to the next, `gaps`
-    between the parts of the stream."""
-    stamps, usage = answer.stamps, answer.usage
-    if not stamps:
-        raise Failed('the reply is empty')
-    reply = len(answer.tokens) or usage.get('completion_tokens') or len(stamps)
-    prompt = usage.get('prompt_tokens') or 0
-    cached = (usage.get('prompt_tokens_details') or {}).get('cached_tokens')
-    return {'prompt': prompt, 'reply': reply, 'cached': cached,
-            'unavoidable': max(1, round(new * prompt)) if prompt else 0,
-            'ttft': round(stamps[0] - answer.started, 5),
-            'tpot': round((stamps[-1] - stamps[0]) / max(1, reply - 1), 6),
-            'gaps': [round(b - a, 5) for a, b in zip(stamps, stamps[1:])]}
+            'refused': sum(answer.refused for answer in self.answers), 'seconds': seconds,
+            'reply_tokens': reply, 'asked_tokens': asked, 'tokens_per_second': reply / seconds,
+            'prompt_tokens': prompts, 'unavoidable': unavoidable, 'computed': computed,
+            'over_unavoidable': computed / unavoidable if cached else None,
+            'ttft_s': percentiles(answer.stamps[0] - answer.started for answer in good),
+            'tpot_s': percentiles(
+                (answer.stamps[-1] - answer.stamps[0]) / (len(answer.tokens) - 1)
+                for answer in good if len(answer.tokens) > 1),
+            'gap_s': percentiles(b - a for answer in good
+                                 for a, b in zip(answer.stamps, answer.stamps[1:]))}
 
 
 def percentiles(values) -> dict:
-    if not values:
-        return {}
-    return {f'p{q}': float(np.percentile(values, q)) for q in (50, 95, 99)} | {
-        'max': float(max(values))}
+    values = list(values)
+    return {f'p{q}': float(np.percentile(values, q)) for q in (50, 95, 99, 100) if values}

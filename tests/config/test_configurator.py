@@ -1,4 +1,5 @@
 """Command lines and config files: order, types, echo, and specific error messages."""
+import json
 import subprocess
 import sys
 
@@ -6,7 +7,9 @@ import pytest
 
 import configurator
 from config.errors import UserError
+from config.removed import KEYS
 from config.schema import PROGRAMS
+from training.checkpoint import config_of
 
 ROOT = configurator.ROOT
 
@@ -130,7 +133,6 @@ LOCALE = 'config/train_mqa_locale.py'
     (['--batch_size'], ['--batch_size needs a value']),
     (['-batch_size=3'], ['as in --batch_size=3']), (['-x'], ['--x=value']),
     (['--=3'], ["unknown key ''"]), (['max_iters=5'], ['as in --max_iters=5']),
-    (['\u2014max_iters=5'], ['as in --max_iters=5']),
     (['--compile', 'false'], ["--compile takes True or False, not 'false'"]),
     (['--compile', '0'], ["--compile takes True or False, not '0'"]),
     ([''], ['an argument is empty']), (['nothing.py'], ['there are config/', 'char_vanilla.py']),
@@ -140,6 +142,20 @@ def test_an_argument_that_is_refused_is_named_with_the_remedy(argv, words):
     assert [word for word in words if word not in message] == []
     assert ('did you mean' in message) == (argv in (['--learnin_rate=1'], [LOCALE]))
     assert 'gpt_config' not in message and 'folder_lock' not in message  # no config files
+
+
+@pytest.mark.parametrize('program, name, value', [
+    *(('train', name, 4) for name in KEYS), ('train', 'optimizer', 'adamw8bit'),
+    ('bench', 'mode', 'chat'), ('bench', 'against', 'llama.cpp')])
+def test_a_removed_setting_names_the_commit(file, program, name, value):
+    for argument in (f'--{name}={value}', file(f'{name} = {value!r}')):
+        assert 'was removed; commit 461914ad has it' in refused(argument, program=program)
+
+
+@pytest.mark.parametrize('name', ['kv_stride', 'act_clamp'])
+def test_a_checkpoint_of_a_removed_field_names_the_commit(name):
+    with pytest.raises(UserError, match=f'{name} was removed; commit 461914ad has it'):
+        config_of({'model_args': {name: 2}}, 'ckpt.pt')
 
 
 def test_all_unknown_keys_of_a_file_are_named(file):
@@ -268,6 +284,29 @@ def test_run_program_turns_errors_into_one_line_and_a_status(
     assert (caught.value.code, capsys.readouterr().err) == (status, stderr)
     with pytest.raises(ZeroDivisionError):  # a bug keeps its traceback
         configurator.run_program(lambda: 1 / 0)
+
+
+def test_torchrun_is_told_the_reason(tmp_path, monkeypatch, capsys):
+    """Its report, which it prints last, has the contents of this file."""
+    monkeypatch.setenv('TORCHELASTIC_ERROR_FILE', str(tmp_path / 'error.json'))
+
+    def main():
+        raise UserError('batch_size=0\nis wrong')
+    with pytest.raises(SystemExit):
+        configurator.run_program(main)
+    written = json.loads((tmp_path / 'error.json').read_text())
+    assert written['message'] == capsys.readouterr().err.strip() == 'error: batch_size=0 is wrong'
+    assert written['timestamp'] > 0  # of the first process that failed, the cause
+
+
+@pytest.mark.parametrize('program', ['sample', 'chat', 'serve', 'evaluate', 'memory'])
+def test_two_folders_are_refused(tmp_path, program):
+    for name in ('a', 'b'):
+        (tmp_path / name).mkdir()
+    a, b = str(tmp_path / 'a'), str(tmp_path / 'b')
+    with pytest.raises(UserError, match="two folders are given, '.*/a' and '.*/b'"):
+        parse(a, b, program=program)
+    assert parse(a, f'--out_dir={b}', a, program=program).out_dir == a
 
 
 def test_run_program_shows_warnings_as_one_line_without_their_source():

@@ -10,6 +10,7 @@ import pytest
 from engine.text.dialogue import Dialogue, Template
 from lab.files import write_json
 from training.log import RunLog
+from training.plotting import save, subplots
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,10 +20,15 @@ def write_metrics(path):
         log.stepped(0, {}, loss=1.0, tokens_per_second=1.0)
 
 
+def draw_figure(path):
+    with subplots() as (figure, _):
+        save(figure, path)
+
+
 @pytest.mark.parametrize('name, write', [
     ('a.json', lambda path: write_json(path, {})),
     ('chat.json', lambda path: Dialogue(None, Template('{name}:{text}\n')).save(path)),
-    ('metrics.jsonl', write_metrics)])
+    ('metrics.jsonl', write_metrics), ('loss.png', draw_figure)])
 @pytest.mark.parametrize('hidden', ['.', ''])
 def test_no_link_is_followed(tmp_path, name, write, hidden):
     """Neither one with the file's name nor one with a name that this process may use meanwhile."""
@@ -32,24 +38,36 @@ def test_no_link_is_followed(tmp_path, name, write, hidden):
     for planted in (name, f'{hidden}{name}.{os.getpid()}.tmp'):
         (folder / planted).symlink_to(victim)
     write(folder / name)
-    assert victim.read_text() == '' and (folder / name).read_text()
+    assert victim.read_text() == '' and (folder / name).read_bytes()
     assert not (folder / name).is_symlink()
 
 
-@pytest.mark.parametrize('given', ['', 'relative', 'its own'])
+@pytest.mark.parametrize('given', ['', 'relative', 'its own', 'a link'])
 def test_what_torch_compiles_is_kept_in_a_private_folder(tmp_path, given):
     """Not in /tmp, where another user may have put programs."""
+    folder = tmp_path / 'home' / '.cache' / 'nanokv' / 'inductor'
+    if given == 'a link':
+        folder.parent.mkdir(parents=True)
+        folder.symlink_to(tmp_path)
     own = {'TORCHINDUCTOR_CACHE_DIR': 'mine'} if given == 'its own' else {}
     plain = {name: value for name, value in os.environ.items()
-             if name != 'TORCHINDUCTOR_CACHE_DIR'}
-    program = ('import os, configurator\n'
-               "configurator.run_program(lambda: print(os.environ['TORCHINDUCTOR_CACHE_DIR']))")
+             if name not in ('TORCHINDUCTOR_CACHE_DIR', 'TRITON_CACHE_DIR')}
+    program = ('import os, configurator\nos.umask(0)\nconfigurator.run_program('
+               "lambda: print(os.environ['TORCHINDUCTOR_CACHE_DIR'], "
+               "os.environ['TRITON_CACHE_DIR'],"
+               " oct(os.stat(os.path.dirname(os.environ['TRITON_CACHE_DIR'])).st_mode)))")
     done = subprocess.run(
         [sys.executable, '-c', program], capture_output=True, text=True, cwd=tmp_path, check=True,
         env=plain | own | {'PYTHONPATH': str(ROOT), 'HOME': str(tmp_path / 'home'),
                            'XDG_CACHE_HOME': 'here' if given == 'relative' else ''})
-    if own:
-        assert done.stdout == 'mine\n'
-    else:
-        folder = tmp_path / 'home' / '.cache' / 'nanokv' / 'inductor'
-        assert done.stdout == f'{folder}\n' and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    used, triton, mode = done.stdout.split()
+    assert mode == oct(stat.S_IFDIR | 0o700)
+    if given == 'a link':
+        assert not Path(used).exists() and triton == f'{used}/triton'
+        assert done.stderr == ('Note: what is compiled is not kept in '
+                               f'{folder} ({folder} is a link)\n')
+        return
+    assert used == ('mine' if own else str(folder)) and triton == f'{folder}/triton'
+    made = (folder, *folder.parents[:3])  # down from the home folder
+    assert [stat.S_IMODE(path.stat().st_mode) for path in made] == [0o700] * 4
+    assert done.stderr == ''

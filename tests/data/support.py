@@ -39,11 +39,14 @@ def tar_gz(files):
     return buffer.getvalue()
 
 
-class Rows(list):
-    def skip(self, n):
-        return Rows(self[n:])
-
-
-def fake_hub(monkeypatch, load_dataset, version='4.0.0'):
+def fake_hub(monkeypatch, load_dataset, version='4.0.0', error=None):
+    """error: raised if the hub is asked whether it is there."""
+    def metadata(url, timeout):
+        if error:
+            raise error
+    hub = types.SimpleNamespace(get_hf_file_metadata=metadata,
+                                hf_hub_url=lambda *names, repo_type: '/'.join(names),
+                                utils=types.SimpleNamespace(HfHubHTTPError=LookupError))
+    monkeypatch.setitem(sys.modules, 'huggingface_hub', hub)
     module = types.SimpleNamespace(load_dataset=load_dataset, __version__=version)
     monkeypatch.setitem(sys.modules, 'datasets', module)

@@ -1,10 +1,9 @@
 """Orders of windows: each window once per epoch, for any number; the same order after resuming."""
-import numpy as np
 import pytest
 import torch
 
 from config.errors import UserError
-from data.order import make_order, permuted
+from data.order import make_order
 
 GENERATOR = torch.Generator()
 
@@ -13,28 +12,11 @@ def order(name, n_tokens=101, size=5, seed=3):
     return make_order(name, n_tokens, size, GENERATOR.manual_seed(7), seed)
 
 
-@pytest.mark.parametrize('n', [1, 2, 3, 4, 5, 16, 17, 63, 64, 65, 1000, 4097])
-def test_a_permutation(n):
-    seen = set()
-    for epoch in range(3):
-        found = permuted(np.arange(n, dtype=np.uint64), n, 1, epoch)
-        assert sorted(found.tolist()) == list(range(n))
-        seen.add(tuple(found))
-    assert len(seen) == 3 or n < 5
-
-
-def test_large_numbers():
-    n = 10 ** 13
-    index = np.arange(n - 1000, n, dtype=np.uint64)
-    found = permuted(index, n, 5, 2)
-    assert len(set(found.tolist())) == 1000 and found.max() < n and found.min() < n / 100
-
-
-@pytest.mark.parametrize('name', ['sequential', 'shuffled'])
-def test_each_window_once_an_epoch(name):
+@pytest.mark.parametrize('name, seed', [('sequential', 3), ('shuffled', 3), ('shuffled', -2)])
+def test_each_window_once_an_epoch(name, seed):
     """A window needs one more token, its last target."""
     assert order(name, n_tokens=100).n == 19 and order(name, n_tokens=101).n == 20
-    epochs = order(name).draw(60).view(3, 20)
+    epochs = order(name, seed=seed).draw(60).view(3, 20)
     for epoch in epochs:
         assert sorted(epoch.tolist()) == list(range(0, 100, 5))
     assert (epochs[0].tolist() == sorted(epochs[0].tolist())) == (name == 'sequential')

@@ -60,7 +60,7 @@ def test_a_step(decode_on_arm, kind, kv_dtype, paged):
 
 @pytest.mark.parametrize('weights, bound', [('bfloat16', 0.03), ('int8', 0.05)])
 def test_a_step_with_other_weights(decode_on_arm, weights, bound):
-    check_other_weights(weights, bound, act_clamp=0)
+    check_other_weights(weights, bound)
 
 
 def test_matmuls(decode_on_arm):

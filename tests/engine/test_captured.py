@@ -69,8 +69,7 @@ def run(model, kv_dtype, paged, how, n_steps):
     *(pytest.param(name, *cache, *way.values, marks=way.marks)
       for name in MODELS for cache in (('float32', False), ('int8', True)) for way in HOW),
     *(pytest.param(name, *cache, *way.values, marks=way.marks)
-      for name in MECHANISMS if 'kv_stride' not in MECHANISMS[name]
-      for cache in (('float32', True), ('int4', False))
+      for name in MECHANISMS for cache in (('float32', True), ('int4', False))
       for way in HOW if 'kernels' not in way.values)])
 @torch.inference_mode()
 def test_gives_what_an_ordinary_step_gives(name, kv_dtype, paged, how, device):

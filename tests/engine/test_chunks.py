@@ -118,6 +118,18 @@ def test_the_engine_uses_it_if_its_steps_agree_with_the_model(monkeypatch, scale
     assert engine.cache.chunks_in_cpp == bool(called) == (scale == 1)
 
 
+@pytest.mark.parametrize('window, score, far', [(7, 0, 1), (0, -90, 1), (0, -90, 128)])
+def test_keys_that_are_not_seen_or_score_far_below_weigh_exactly_0(window, score, far):
+    """Products of weights of 1e-38 would be denormal, and slow on some processors. The first values
+    are so large that a weight above 0 shows."""
+    q, k, v = torch.ones(1, 2, 150, 16), torch.zeros(1, 1, 150, 16), torch.ones(1, 1, 150, 16)
+    k[:, :, :far], found = score / 4, []
+    for value in (0, 3e38 / far):
+        v[:, :, :far] = value
+        found.append(chunks.attend(q, (k, v), [0], [150], window)[:, :, far + 7:])
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize('approximate', ['none', 'tanh'])
 @pytest.mark.parametrize('dtype, bound', [(torch.float32, 2e-7), (torch.bfloat16, 2 ** -8)])
 def test_gelu(approximate, dtype, bound):

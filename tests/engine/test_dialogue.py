@@ -1,13 +1,14 @@
-"""Turns as text and tokens: prompts of replies, what is kept of a reply, branches, and the file."""
+"""Turns as text and tokens: prompts of replies, what is kept of a reply, and the file."""
 import json
 import os
 import stat
+from types import SimpleNamespace
 
 import pytest
 
 from config.errors import UserError
 from data.tokenizer import CharTokenizer
-from engine.text.dialogue import Dialogue, Template
+from engine.text.dialogue import Dialogue, Template, name_speakers
 from tests.helpers.serving import ending
 
 LETTERS = 'ABabcdefg .\n'
@@ -88,7 +89,7 @@ def test_the_oldest_are_left_out_of_prompts_first_and_come_back_when_there_is_ro
     assert TOKENIZER.decode(d.prompt('B')) == 'A.\nc\n\nB.\n'
     assert d.trim(0) == 3 and TOKENIZER.decode(d.prompt('B')) == 'B.\n'
     d.untrim(20)
-    assert d.trimmed == {'main': 3}
+    assert d.trimmed == 3
     d.untrim(21)
     assert d.prompt('B') == whole
     d.trim(6)
@@ -100,39 +101,18 @@ def test_the_oldest_are_left_out_of_prompts_first_and_come_back_when_there_is_ro
     assert TOKENIZER.decode(d.prompt('B')) == 'A.\nbb\n\nB.\n'  # unchanged, so that a cache has it
 
 
-def test_trimmed_turns_are_kept_by_branch_and_file(tmp_path):
-    d, again = of_three_turns(), dialogue()
+def test_what_was_trimmed_is_kept_in_the_file(tmp_path):
+    d, again, path = of_three_turns(), dialogue(), tmp_path / 'chat.json'
     d.trim(13)
-    d.fork('other')
-    d.trim(6)
-    assert d.trimmed == {'main': 1, 'other': 2}
-    d.save(tmp_path / 'chat.json')
-    again.load(tmp_path / 'chat.json')
+    d.save(path)
+    again.load(path)
     assert [path.name for path in tmp_path.iterdir()] == ['chat.json']
-    assert again == d and again.prompt('B') == d.prompt('B')
-    document = json.loads((tmp_path / 'chat.json').read_text())
-    del document['trimmed']  # a file from before this key existed, then an altered one
-    for trimmed in ({}, {'trimmed': {'main': 99, 'other': -1, 'gone': 1}}):
-        (tmp_path / 'chat.json').write_text(json.dumps(document | trimmed))
-        again.load(tmp_path / 'chat.json')
-        assert again.trimmed == ({'main': 3, 'other': 0} if trimmed else {})
-
-
-def test_branches_go_on_apart():
-    d = dialogue()
-    d.say('A', 'a')
-    d.fork('other')
-    d.say('A', 'b')
-    d.switch('main')
-    d.say('A', 'c')
-    assert [turn.text for turn in d.turns] == ['a', 'c']
-    assert [turn.text for turn in d.branches['other']] == ['a', 'b']
-    assert d.trimmed == {'other': 0}
-    for wrong in ('', 'main', 'other'):
-        with pytest.raises(UserError, match='branch'):
-            d.fork(wrong)
-    with pytest.raises(UserError, match="no branch 'x'; there are 'main', 'other'"):
-        d.switch('x')
+    assert again == d and again.trimmed == 1 and again.prompt('B') == d.prompt('B')
+    document = json.loads(path.read_text())
+    for trimmed, left_out in ((99, 3), (-1, 0)):  # altered
+        path.write_text(json.dumps(document | {'trimmed': trimmed}))
+        again.load(path)
+        assert again.trimmed == left_out
 
 
 def test_another_file_is_refused_and_changes_nothing(tmp_path):
@@ -140,14 +120,18 @@ def test_another_file_is_refused_and_changes_nothing(tmp_path):
     d.say('A', 'abc')
     d.save(path)
     whole = json.loads(path.read_text())
-    changes = [{'version': 9}, {'turn': '{name}:{text}\n'}, *({'branches': wrong} for wrong in (
-        {}, 3, {'main': [{'name': 'A'}]}, {'main': [{'name': 'A', 'text': 'abc', 'ids': [1, 2]}]},
-        {'main': [{'name': 'A', 'text': 'abc', 'ids': 'x'}]}))]
+    changes = [{'version': 9}, {'turn': '{name}:{text}\n'}, {'trimmed': None}, *(
+        {'turns': wrong} for wrong in (3, ['A'], [{'name': 'A'}], [
+            {'name': 'A', 'text': 'abc', 'ids': [1, 2]}], [
+            {'name': 'A', 'text': 'abc', 'ids': 'x'}]))]
     for text in ('no json', '[]', '{}', *(json.dumps(whole | change) for change in changes)):
         path.write_text(text)
         with pytest.raises(UserError, match='chat.json'):
             d.load(path)
         assert [turn.text for turn in d.turns] == ['abc'], text
+    path.write_text(json.dumps({'version': 1, 'branches': {'main': []}}))
+    with pytest.raises(UserError, match='has branches, which were removed; commit 461914ad'):
+        d.load(path)
     with pytest.raises(UserError, match='cannot be written'):
         d.save(tmp_path / 'none' / 'chat.json')
 
@@ -165,3 +149,13 @@ def test_only_its_owner_can_read_a_conversation(tmp_path, monkeypatch):
     path.chmod(0o644)
     d.load(path)
     assert modes == [0o600] and stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize('dataset, given, names', [
+    ('shakespeare_works', ('', ''), ('ROMEO', 'JULIET')), ('pysource', ('', ''), ('USER', 'MODEL')),
+    ('', ('', ''), ('USER', 'MODEL')), ('shakespeare_char', ('Al', ''), ('Al', 'JULIET')),
+    ('text', ('', 'Bo'), ('USER', 'Bo'))])
+def test_names_of_speakers_fit_the_text(dataset, given, names):
+    s = SimpleNamespace(user=given[0], reply_as=given[1])
+    name_speakers(s, dataset)
+    assert (s.user, s.reply_as) == names

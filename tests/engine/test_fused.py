@@ -94,7 +94,7 @@ def test_a_layer_in_int8_is_what_int8_linear_gives(M, K, N, norm, dtype, device,
 @interpreted
 @pytest.mark.parametrize('changes, quantized, fused', [
     ({}, '', True), (dict(bias=True, gelu='tanh'), '', True), (dict(gelu='relu2'), '', True),
-    (dict(act_clamp=1.0), '', False), ({}, 'packed int8', False),
+    ({}, 'packed int8', False),
     (dict(bias=True, gelu='tanh'), 'int8', True), ({}, 'int4', False),
     (dict(attn_sink=True), '', False), (dict(attn_gate=True), '', False)])
 @torch.inference_mode()

@@ -1,5 +1,7 @@
 """Linear layers with few rows: the extension's matmul and torch's give the same result."""
 import sys
+import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -84,8 +86,29 @@ def test_torch_computes_the_rest_and_training(by_extension, n_rows, n_in, dtype)
 
 @pytest.mark.parametrize('most, rows', [(0, 0), (4, 4), (63, 16), (256, sys.maxsize)])
 def test_rows_up_to_which_it_is_faster(monkeypatch, most, rows):
-    monkeypatch.setattr(linear, '_ratio', lambda dtype, n: 0.9 if n <= most else 1.1)
+    monkeypatch.setattr(linear, '_is_fast', lambda dtype, n: n <= most)
     assert linear._measured.__wrapped__(torch.float32) == rows
+
+
+@pytest.mark.parametrize('cpu, tiles, suits', [(1.2, False, True), (1.4, False, False),
+                                               (1.4, True, True)])
+@pytest.mark.parametrize('waits', ['by_extension', 'by_torch'])
+def test_other_programs_do_not_change_what_computes_prompts(monkeypatch, waits, cpu, tiles, suits):
+    """Whichever side waits for cores. cpu: the extension's CPU time over torch's."""
+    taken, n_threads = {'by_extension': cpu, 'by_torch': 1}, torch.get_num_threads()
+    spent = []
+
+    def call(name, *args):
+        assert torch.get_num_threads() == 1  # so that no thread waits for another
+        time.sleep(0.01 if name == waits else 0)
+        spent.append(taken[name])
+
+    for name in taken:
+        monkeypatch.setattr(linear, name, partial(call, name))
+    monkeypatch.setattr(time, 'thread_time', lambda: sum(spent))
+    monkeypatch.setattr(native.library(), 'tiles', tiles)
+    assert linear.suits_prompts.__wrapped__(torch.bfloat16) == suits
+    assert torch.get_num_threads() == n_threads
 
 
 @pytest.mark.parametrize('faster', [False, True])

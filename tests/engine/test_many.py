@@ -2,6 +2,7 @@
 float64)."""
 import io
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -10,33 +11,32 @@ from engine.text.many import ROWS, complete, fitted, json_lines, make_engine
 from engine.pages.cache import PAGE_SIZE
 from engine.pages.table import page_nbytes, rows_nbytes
 from engine.requests.params import SamplingParams, sample_seed
-from engine.text.prompts import encode_requests, read_requests
+from engine.text.prompts import encode_lines, read_lines
 from tests.helpers.serving import TOKENIZER, alone, assert_idle, budget_for, model_of
 
-DEFAULTS = SamplingParams(10, temperature=1.2)
-FILE = ['"abc"', '{"prompt": "de", "max_new_tokens": 25, "id": "long"}', '{"prompt": "f"', '',
-        '{"prompt": "ghi", "seed": 5, "id": 0}', '{"prompt": "aXb", "id": "x"}',
-        '{"prompt": "jk", "stop": ["a", "b", "c"]}', '{"prompt": "l", "max_new_tokens": 90}',
-        '{"prompt": "m", "logprobs": 2, "temperature": 0, "id": null}',
-        '{"prompt": "abc", "temprature": 1}', '"abc"']
+PARAMS = SamplingParams(10, temperature=1.2, seed=7)
+FILE = ['"abc"', '{"prompt": "de"}', '{"prompt": "f"', '', '"ghi"', '{"prompt": "aXb"}', '"jk"',
+        '"l"', '"m"', '{"prompt": "abc", "temprature": 1}', '"abc"']
+LONGEST = {2: 25, 8: 90}  # max_new_tokens by line, as learned positions make them differ
 
 
-def lines_of(tmp_path, *lines, defaults=DEFAULTS):
+def lines_of(tmp_path, *lines):
     path = tmp_path / 'lines.jsonl'
     path.write_text('\n'.join(lines))
-    return encode_requests(TOKENIZER, read_requests(str(path), defaults))
+    return encode_lines(TOKENIZER, read_lines(str(path)))
 
 
 @pytest.fixture
 def answers(tmp_path):
     """Return a function that answers a file with the given lines: (answers, figures)."""
-    def run(lines, num_samples=1, seed=7, rows=3, write=None, **engine):
-        requests = lines_of(tmp_path, *lines)
+    def run(lines, num_samples=1, rows=3, write=None, longest=LONGEST, params=PARAMS, **engine):
+        lines = [replace(line, max_new_tokens=longest.get(line.line_number, params.max_new_tokens))
+                 for line in lines_of(tmp_path, *lines)]
         engine = Engine(model_of('full stack'), rows, 60, tokenizer=TOKENIZER, page_size=4,
                         **engine)
         written = []
         try:
-            figures = complete(engine, requests, num_samples, seed, write or written.append)
+            figures = complete(engine, lines, num_samples, params, write or written.append)
         finally:  # however it ended
             assert_idle(engine)
         return written, figures
@@ -54,25 +54,28 @@ def test_every_line_is_answered_in_order_whatever_is_wrong_with_others(answers):
     written, figures = answers(FILE)
     # blank lines are skipped
     assert [a['line'] for a in written] == [1, 2, 3, 5, 6, 7, 8, 9, 10, 11]
-    assert [a.get('id', '-') for a in written] == ['-', 'long', '-', 0, 'x', *'-----']
     failed, done = ([a for a in written if ('error' in a) == wrong] for wrong in (True, False))
     for a, expected in zip(failed, [(3, 'not JSON'), (6, "'X'"), (8, 'max_seq_len is 60'),
                                     (10, 'temprature')], strict=True):
         assert a['line'] == expected[0] and expected[1] in a['error']
-        assert a['finish_reason'] == 'error' and (a['prompt'] is None) == (a['line'] == 3)
+        assert a['finish_reason'] == 'error' and (a['prompt'] is None) == (a['line'] in (3, 10))
         assert not {'ttft_s', 'seconds', 'seed'} & a.keys()
     for a in done:
         assert {'ttft_s', 'seconds', 'seed'} <= a.keys() and a['sample'] == 0
-        assert a['finish_reason'] == ('stop' if a['line'] == 7 else 'length')
-        assert a['tokens'] == len(a['text']) or a['line'] == 7
+        assert a['finish_reason'] == 'length' and 'logprobs' not in a
+        assert a['tokens'] == len(a['text']) == LONGEST.get(a['line'], 10)
     assert (figures['requests'], figures['failed']) == (10, 4) and figures['tokens_per_second'] > 0
     for key in ('tokens', 'prompt_tokens'):
         assert figures[key] == sum(a[key] for a in written)
-    greedy, = (a for a in done if a['line'] == 9)
-    assert len(greedy['logprobs']) == 10 and 'logprobs' not in done[0]
-    for e in greedy['logprobs']:
-        assert len(e['top']) == 2 and e['top'][0] == {k: e[k] for k in ('token', 'logprob')}
     json.dumps(written, allow_nan=False)
+
+
+def test_settings_hold_for_all_lines(answers):
+    params = replace(PARAMS, logprobs=2, temperature=0, stop=('a', 'b', 'c'))
+    for answer in answers(['"m"', '{"prompt": "jk"}'], params=params)[0]:
+        assert len(answer['logprobs']) == answer['tokens'] and not {*'abc'} & {*answer['text']}
+        for e in answer['logprobs']:
+            assert len(e['top']) == 2 and e['top'][0] == {k: e[k] for k in ('token', 'logprob')}
 
 
 @pytest.mark.parametrize('settings', [{}, dict(rows=1, prefill_chunk=2), dict(rows=2, pages=12)],
@@ -86,20 +89,16 @@ def test_an_answer_has_all_that_is_needed_to_draw_it_again(answers, settings):
     for a in written:
         if 'error' in a:
             continue
-        asked = json.loads(FILE[a['line'] - 1])
-        asked = {'prompt': asked} if isinstance(asked, str) else asked
-        given = {k: v for k, v in asked.items() if k not in ('prompt', 'id')}
-        params = SamplingParams.from_dict(given | {'seed': a['seed']}, DEFAULTS)
+        params = replace(PARAMS, seed=a['seed'], max_new_tokens=LONGEST.get(a['line'], 10))
         done = alone(model_of('full stack'), a['prompt'], params, tokenizer=TOKENIZER)
         assert (a['text'], a['tokens']) == (done.text, len(done.tokens))
         assert a['finish_reason'] == done.finish_reason
 
 
 def test_a_seed_depends_on_the_place_of_the_line_and_the_sample(answers):
-    """A different number of samples or of later lines changes no earlier seed."""
-    written, figures = answers(['"a"', '"b"', '{"prompt": "c", "seed": 40}'], 2, 9)
-    assert [a['seed'] for a in written] == [9, sample_seed(9, 1), sample_seed(9, 2),
-                                            sample_seed(9, 3), 40, sample_seed(40, 1)]
+    """A different number of later lines changes no earlier seed."""
+    written, figures = answers(['"a"', '"b"'], 2, longest={})
+    assert [a['seed'] for a in written] == [7, *(sample_seed(7, i) for i in (1, 2, 3))]
     plan = model_of('full stack').plan  # each needs 3 pages at its end
     rings = rows_nbytes(plan, 3, 60, 'float64')
     assert figures['kv_held_peak'] == rings + 3 * 3 * page_nbytes(plan, 4, 'float64')
@@ -108,20 +107,19 @@ def test_a_seed_depends_on_the_place_of_the_line_and_the_sample(answers):
 def test_an_answer_is_written_as_soon_as_those_before_it_are(answers, recorded):
     """An answer that waits for an earlier, long one is written right after it, not at the end."""
     seen, steps = [], recorded(Engine, 'step', lambda engine: 1)
-    answers(['"a"', '{"prompt": "b", "max_new_tokens": 20}', '"c"',
-             '{"prompt": "d", "max_new_tokens": 40}'], rows=4,
+    answers(['"a"', '"b"', '"c"', '"d"'], rows=4, longest={2: 20, 4: 40},
             write=lambda answer: seen.append((answer['line'], len(steps))))
     assert seen == [(1, 10), (2, 20), (3, 20), (4, 40)]
 
 
 @pytest.mark.parametrize('error', [KeyboardInterrupt, MemoryError])
 def test_interrupted_what_is_complete_has_been_written(answers, interrupt, error):
-    """Including answers that only waited for their turn: lines 1, 5 and 7 are done, 2 is not."""
+    """Including answers that only waited for their turn: lines 1 and 5 are done, 2 is not."""
     written = []
     interrupt('engine.engine.Engine.step', {15: 'before'}.get, error)
     with pytest.raises(error):
         answers(FILE, rows=3, write=written.append)
-    assert [a['line'] for a in written] == [1, 3, 5, 6, 7, 8, 10]
+    assert [a['line'] for a in written] == [1, 3, 5, 6, 8, 10]
     whole = {a['line']: a for a in answers(FILE, rows=3)[0]}
     assert without_clocks(written) == without_clocks(whole[a['line']] for a in written)
 
@@ -142,9 +140,8 @@ def test_answers_are_lines_of_json_in_whatever_stdout_can_take(encoding, shown):
 # -- an engine for the lines -----------------------------------------------------------------------
 
 def test_rows_are_as_many_as_requests_and_fewer_where_the_budget_is_small(tmp_path):
-    model = model_of('full stack')
-    lines = lines_of(tmp_path, '"abc"', '"de"', '{"prompt": "f"')
-    huge = 10 ** 9
+    model, huge = model_of('full stack'), 10 ** 9
+    lines = fitted(model, lines_of(tmp_path, '"abc"', '"de"', '{"prompt": "f"'), 10, huge, 'auto')
     # 2 good lines, 3 samples
     assert make_engine(model, TOKENIZER, lines, 3, 0, huge, 'auto').cache.batch_size == 6
     assert make_engine(model, TOKENIZER, lines, 99, 0, huge, 'auto').cache.batch_size == ROWS
@@ -160,14 +157,13 @@ def test_rows_are_as_many_as_requests_and_fewer_where_the_budget_is_small(tmp_pa
 def test_learned_positions_to_the_last(tmp_path):
     """With 64 positions a prompt of 3 has room for 62 more tokens, the last of which is never
     fed."""
-    lines = lines_of(tmp_path, '"abc"', '{"prompt": "abc", "max_new_tokens": 62}',
-                     '{"prompt": "abc", "max_new_tokens": 63}', f'"{"a" * 64}"', f'"{"a" * 65}"',
-                     defaults=SamplingParams(500))
-    *fit, longer = fitted(model_of('vanilla'), lines, 10 ** 9, 'auto')
-    assert [line.params.max_new_tokens for line in fit] == [62, 62, 62, 1]
-    assert not any(line.error for line in fit)
-    assert '65 prompt tokens are more than block_size=64' in longer.error
-    exact = fit[1]
-    engine = make_engine(model_of('vanilla'), TOKENIZER, [exact], 1, 0, 10 ** 9, 'auto')
-    [done] = engine.generate([exact.ids], exact.params)
+    model, lines = model_of('vanilla'), lines_of(tmp_path, '"abc"', f'"{"a" * 64}"',
+                                                 f'"{"a" * 65}"')
+    for asked, longest in ((9, [9, 1]), (62, [62, 1]), (63, [62, 1]), (500, [62, 1])):
+        *fit, longer = fitted(model, lines, asked, 10 ** 9, 'auto')
+        assert [line.max_new_tokens for line in fit] == longest
+        assert not any(line.error for line in fit)
+        assert '65 prompt tokens are more than block_size=64' in longer.error
+    engine = make_engine(model, TOKENIZER, fit[:1], 1, 0, 10 ** 9, 'auto')
+    [done] = engine.generate([fit[0].ids], SamplingParams(62))
     assert len(done.tokens) == 62 and engine.cache.max_seq_len == 64

@@ -12,7 +12,6 @@ from engine.pages.cache import PagedKVCache, PagedStore, table_attention
 from engine.pages.table import OutOfPages, page_nbytes, rows_nbytes
 from engine.steps.static import put
 from kv.plan import GLOBAL, KV_DTYPES, plan_kv
-from tests.helpers.mechanisms import MECHANISMS
 from tests.helpers.models import FULL_STACK, chunkings, configs, feed, max_gap, random_model, tokens
 from tests.helpers.reference import dense_attention
 from tests.helpers.runs import Run
@@ -46,7 +45,7 @@ def test_anything_done_to_a_cache_equals_each_row_alone(quantized, kind, n_examp
            config=configs(windows=(1, 2, 3, 5, 8), kv_quant_train=quantized))
     def check(data, config, batch, page_size):
         room = past_two_wraps(config)
-        pages = ample(batch, room, page_size * config.kv_stride) if paged else {}
+        pages = ample(batch, room, page_size) if paged else {}
         Run(config, batch, room, **kind, **pages).anything(data, can_fork=paged)
     check()
 
@@ -60,7 +59,7 @@ def test_paged_equals_contiguous_in_any_dtype_and_chunking(data, config, page_si
     model, idx = random_model(config), tokens(2, T)
     chunks = data.draw(chunkings(T))
     contiguous = feed(model, model.new_cache(2, T, kv_dtype), idx, chunks)
-    paged = model.new_cache(2, T, kv_dtype, **ample(2, T, page_size * config.kv_stride))
+    paged = model.new_cache(2, T, kv_dtype, **ample(2, T, page_size))
     assert max_gap(feed(model, paged, idx, chunks), contiguous) < 1e-9
 
 
@@ -113,7 +112,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(call, words):
 
 def test_a_token_that_goes_nowhere_leaves_a_page_that_another_writes_to_alone():
     """Rows not in the step have page -1, which indexes the last page, or a page that they share."""
-    store = PagedStore(1, 4, 1, 2, 3, torch.float32, torch.float32, torch.device('cpu'))
+    store = PagedStore(4, 1, 2, 3, torch.float32, torch.float32, torch.device('cpu'))
     k = torch.arange(1.0, 10).view(3, 1, 1, 3)
     put(store, torch.tensor([-1, 3, 3]), torch.tensor([-1, 0, -1]), (k, -k))
     for x, wanted in zip(store.tensors, (k[1], -k[1])):
@@ -163,7 +162,6 @@ def test_plain_torch_copies_about_a_tile_of_pages_at_a_time(monkeypatch):
        page_size=st.sampled_from(SIZES))
 def test_allocated_equals_planned_for_any_plan(config, batch, room, kv_dtype, n_pages, page_size):
     plan = plan_kv(config)
-    page_size *= config.kv_stride
     cache = PagedKVCache(plan, batch, room, n_pages, page_size, kv_dtype=kv_dtype)
     rings = rows_nbytes(plan, batch, room, kv_dtype)
     stores = [*cache.stores, *cache.states]
@@ -173,12 +171,6 @@ def test_allocated_equals_planned_for_any_plan(config, batch, room, kv_dtype, n_
     assert allocated == cache.nbytes == page_nbytes(plan, page_size, kv_dtype) * n_pages + rings
     assert cache.held_nbytes == rings
     assert rings + batch * page_nbytes(plan, room, kv_dtype) == plan.nbytes(batch, room, kv_dtype)
-
-
-def test_a_page_holds_whole_blocks():
-    plan = plan_kv(GPTConfig(**MECHANISMS['blocks']))
-    with pytest.raises(UserError, match='page_size=8: must be a multiple of kv_stride=3'):
-        PagedKVCache(plan, 1, 8, 2, page_size=8)
 
 
 def test_fill_takes_pages_for_every_row_or_is_an_error_that_a_reset_mends():

@@ -41,12 +41,11 @@ def shrink(store, budget):
 class World:
     """A cache of 3 rows with a store, and the tokens fed to each row."""
 
-    def __init__(self, shape='global and local', budget=10 ** 9, n_pages=45, kv_dtype='float32',
-                 **store):
+    def __init__(self, shape='global and local', budget=10 ** 9, n_pages=45, kv_dtype='float32'):
         config = GPTConfig(n_layer=3, n_head=2, n_embd=8, n_kv_head=1, block_size=LONGEST,
                            vocab_size=64, pos_embedding='rope', **SHAPES[shape])
         self.cache = PagedKVCache(plan_kv(config), 3, LONGEST, n_pages, SIZE, kv_dtype=kv_dtype)
-        self.store = PrefixStore(self.cache, budget, **store)
+        self.store = PrefixStore(self.cache, budget)
         self.texts, self.last_blocks = [[], [], []], [None] * 3
 
     def kv(self, slot, tokens, first):

@@ -43,7 +43,7 @@ def test_products_are_exact(tiles, n_in, n_out):
 
 @pytest.mark.parametrize('weights, bound', [('bfloat16', 0.03), ('int8', 0.05)])
 def test_a_step(tiles, weights, bound):
-    check_other_weights(weights, bound, act_clamp=0)
+    check_other_weights(weights, bound)
 
 
 def test_tiles_that_are_wrong_are_not_used(monkeypatch, capsys):

@@ -20,6 +20,8 @@ BASE = 1 << 36  # where the memory lies there
 class Emulated:
     """A library of this source's functions of these names; flags say for which ARM processor."""
 
+    tiles = False
+
     def __init__(self, folder: Path, source: Path, names: list[str], flags: list[str]):
         self.names, program = names, folder / 'program'
         general = [flag for flag in extension.FLAGS if flag not in ('-shared', '-march=native')]

@@ -35,8 +35,9 @@ FAMILIES = {
     'gemma3_text': _WINDOW, 'gpt_oss': _WINDOW | dict(num_local_experts=4),
     'llama4_text': _WIDE | dict(attention_chunk_size=7, no_rope_layer_interval=3,
                                 num_local_experts=2, intermediate_size_mlp=40),
+    'gpt_neo': _HEADS | dict(attention_types=[[['global', 'local'], 3]], window_size=7),
     'modernbert-decoder': _HEADS | dict(sliding_window=7, local_attention=7),
-    'mimo_v2_flash': _WINDOW | dict(v_head_dim=11, swa_num_key_value_heads=4),
+    'mimo_v2_flash': _WINDOW | dict(v_head_dim=11),
     # shared by layers
     'gemma3n_text': _SHARED | dict(laurel_rank=4, intermediate_size=[40] * 6,
                                    activation_sparsity_pattern=[0.0] * 6),

@@ -23,17 +23,11 @@ MECHANISMS = {
     'latents of one slot': dict(BASE, kv_latent=24, share_global_kv=True, attn_sink=True,
                                 **LEARNED),
     'ReLU squared': dict(BASE, gelu='relu2'),
-    'clamped': dict(BASE, act_clamp=0.5),
     'a shared suffix': dict(BASE, **SUFFIX),
     'layers that differ': dict(BASE, window_pattern='5,5,0', kv_head_pattern='1,1,4'),
     'windows that differ': dict(BASE, kv_share='ABC', window_pattern='3,9,0'),
-    'blocks': dict(BASE, kv_stride=3, rope_fraction_global=0.0),
-    'blocks of one slot': dict(BASE, kv_stride=4, share_global_kv=True, kv_tied='global',
-                               attn_sink=True, **LEARNED),
-    'blocks of latents': dict(BASE, kv_stride=2, kv_latent=16, rope_fraction_global=0.0),
-    'blocks of offset keys': dict(GLOBAL, kv_stride=5, key_offset=True, **LEARNED),
     'together': dict(BASE, **SUFFIX, attn_sink=True, rope_fraction_global=0.5, key_offset=True,
-                     gelu='relu2', act_clamp=1.0),
+                     gelu='relu2'),
 }
 
 # as changes of a stack with head_dim=8 and two or more query heads, such as STACK
@@ -49,9 +43,8 @@ CHANGES = {
         kv_latent=24, pos_embedding='learned', share_global_kv=False, qk_norm=False),
     'layers that differ': dict(layer_pattern='LLG', kv_share='', window_pattern='4,9,0',
                                kv_head_pattern='1,2,0'),
-    'blocks': dict(kv_stride=4, rope_fraction_global=0.0),
-    'ReLU squared, clamp': dict(gelu='relu2', act_clamp=0.5),
-    'many': dict(kv_latent=16, rope_fraction_global=0.0, attn_sink=True, act_clamp=2.0,
+    'ReLU squared': dict(gelu='relu2'),
+    'many': dict(kv_latent=16, rope_fraction_global=0.0, attn_sink=True,
                  kv_quant_train='int8', n_kv_head=2, layer_pattern='LG', kv_share='',
                  share_global_kv=False, bias=True)}
 STACK = dict(FULL_STACK, head_dim=8)

@@ -5,8 +5,8 @@ import torch
 
 from model import GPT, GPTConfig
 
-SETTINGS = dict(optimizer='muon', offload_optimizer=False, muon_momentum=0.9, weight_decay=0.2,
-                learning_rate=1e-2, beta1=0.8, beta2=0.9, dtype='float32')
+SETTINGS = dict(optimizer='muon', muon_momentum=0.9, weight_decay=0.2, learning_rate=1e-2,
+                beta1=0.8, beta2=0.9, dtype='float32')
 
 
 def settings(**changes):

@@ -31,33 +31,19 @@ def kv_owner(config, i):
     return min(j for j in range(i + 1) if one_cache(j))
 
 
-def visible(n_positions, window, stride=1):
-    """(T, T) bool, row = query, written out pair by pair. window 0: all previous positions. stride:
-    of those, only the last of each earlier block of so many, and the query's own."""
-    def kept(i, j):
-        return stride == 1 or i == j or (j % stride == stride - 1 and j // stride < i // stride)
-    return torch.tensor([[j <= i and (window == 0 or j > i - window) and kept(i, j)
-                          for j in range(n_positions)] for i in range(n_positions)])
+def visible(n_positions, window):
+    """(T, T) bool, row = query, written out pair by pair. window 0: all previous positions."""
+    return torch.tensor([[j <= i and (window == 0 or j > i - window) for j in range(n_positions)]
+                         for i in range(n_positions)])
 
 
-def block_means(x, biases):
-    """x (B, h, T, D) -> for each position the mean of its block so far, the place p of the block
-    weighted by exp(biases[:, p]), biases (h, stride, D)."""
-    stride, means = biases.size(1), []
-    for t in range(x.size(2)):
-        first = t // stride * stride
-        weights = biases[:, :t - first + 1].exp()
-        means.append((x[:, :, first:t + 1] * weights).sum(2) / weights.sum(1))
-    return torch.stack(means, 2)
-
-
-def dense_attention(q, k, v, window=0, sink=None, stride=1):
+def dense_attention(q, k, v, window=0, sink=None):
     """float64 attention of q (B, H, t, D) over k, v (B, Hkv, S, D); the last query has the position
     of the last key. sink (H,): e**sink is added to the denominators."""
     q, k, v = (x.to(torch.float64) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
     scores = torch.einsum('bhtd,bhsd->bhts', q, k) / math.sqrt(q.size(-1))
-    seen = visible(k.size(2), window, stride)[k.size(2) - q.size(2):]
+    seen = visible(k.size(2), window)[k.size(2) - q.size(2):]
     scores = scores.masked_fill(~seen, -math.inf)
     total = scores.logsumexp(-1, keepdim=True)
     if sink is not None:
@@ -107,7 +93,7 @@ class Reference:
 
     def __init__(self, state, config):
         for f in dataclasses.fields(config):
-            if 'fast' not in f.metadata['known'] and f.name != 'kv_stride':
+            if 'fast' not in f.metadata['known']:
                 assert getattr(config, f.name) == f.default, f'{f.name}: the reference lacks it'
         self.state = {name: x.to(torch.float64) for name, x in state.items()}
         self.config = config
@@ -115,8 +101,6 @@ class Reference:
         self.n_kv_head = config.n_kv_head or config.n_head
 
     def linear(self, x, name):
-        limit = self.config.act_clamp or math.inf
-        x = torch.maximum(torch.minimum(x, torch.tensor(limit)), torch.tensor(-limit))
         y = x @ self.state[name + '.weight'].T
         return y + self.state.get(name + '.bias', 0)
 
@@ -160,10 +144,6 @@ class Reference:
                 from_before = torch.tensor([d % (D // 2) >= D // 4 for d in range(D)])
                 k = torch.where(from_before, before, k)
             v = k if tied or latent else heads[:, n_kv:]
-            if c.kv_stride > 1 and not local:
-                biases = self.state[prefix + 'block_bias'].view(k.size(1), c.kv_stride, -1)
-                k_biases, v_biases = biases[..., :k.size(-1)], biases[..., -v.size(-1):]
-                k, v = block_means(k, k_biases), block_means(v, v_biases)
             assert rest.size(-1) == (latent or n_kv * D * (1 if tied else 2))
             held[i] = (int8_rounded(k), int8_rounded(v)) if c.kv_quant_train else (k, v)
         else:
@@ -173,8 +153,7 @@ class Reference:
             k, v = ((each[:, 0] @ self.state[prefix + name].T).view(B, T, n_q, D).transpose(1, 2)
                     for each, name in ((k, 'k_up'), (v, 'v_up')))
         sink = self.state[prefix + 'sink'] if c.attn_sink else None
-        y = dense_attention(q, k, v, of_layer(c, i, 'window_pattern', c.window_size * local), sink,
-                            1 if local else c.kv_stride)
+        y = dense_attention(q, k, v, of_layer(c, i, 'window_pattern', c.window_size * local), sink)
         if tied:
             y = self.rotated(y, i, direction=-1)
         if c.attn_gate:

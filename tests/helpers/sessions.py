@@ -6,18 +6,24 @@ import zlib
 
 import numpy as np
 
-from lab.sessions.client import Answer
-from lab.sessions.replay import TokenPrompts
-from lab.sessions.trace import Request, Session, Trace
+from lab.sessions.replay import Replay
+from lab.sessions.trace import Request, Trace
 
 IDS = 50, 90
-FORKS = dict(turns=7.0, message=7, reply=5, systems=(9, 4), longest=90)
 
 
-def trace_of(*sessions, systems=()) -> Trace:
-    """A trace of sessions, which are lists of requests. They use system prompt 0, if any."""
-    return Trace('x', 1, list(systems), [Session(k, 0 if systems else -1, requests)
-                                         for k, requests in enumerate(sessions)])
+def trace_of(*sessions, system=0) -> Trace:
+    """A trace of sessions, which are lists of requests."""
+    return Trace('x', 1, system, list(sessions))
+
+
+def written(trace: Trace, path):
+    """The trace as a file."""
+    lines = [{'format': 'nanokv sessions 1', 'name': trace.name, 'seed': trace.seed,
+              'systems': [trace.system_length]}]
+    lines += [{'requests': [vars(request) for request in session]} for session in trace.sessions]
+    path.write_text('\n'.join(map(json.dumps, lines)))
+    return path
 
 
 def line(n, at=0.0, every=0.0, message=3, reply=2):
@@ -25,10 +31,22 @@ def line(n, at=0.0, every=0.0, message=3, reply=2):
     return [Request(at + i * every, i - 1, message, reply) for i in range(n)]
 
 
+def forking(at=0.0):
+    """Each kind of request."""
+    return [Request(at, -1, 7, 5), Request(at + 1, 0, 6, 4),
+            Request(at + 2, 0, 8, 3, 'edit', like=1, keep=3),
+            Request(at + 3, -1, 7, 5, 'regenerate', like=0, keep=7),
+            Request(at + 4, 1, 5, 4, 'fork'), Request(at + 5, 4, 4, 3)]
+
+
+def replay_of(trace, client, users=0, rate=1.0, **fields) -> Replay:
+    return Replay(trace, client, IDS, fields, users, rate)
+
+
 class Fake:
     """A client of a server whose replies depend on the prompt alone.
 
-    asked: (path, document) of each request. most: so many at once.
+    asked: the document of each request. most: so many at once.
     cached: prompt -> tokens of it that the server says it had; None: it does not say.
     gate(number of the request): called in the middle of each, may wait or raise."""
 
@@ -36,14 +54,10 @@ class Fake:
         self.cached, self.gate, self.seconds = cached, gate, seconds
         self.asked, self.most, self._now, self._lock = [], 0, 0, threading.Lock()
 
-    def model(self):
-        return 'fake'
-
-    def ask(self, path, document, most_parts=0, answer=None):
-        answer = answer or Answer(time.perf_counter())
+    def ask(self, document, answer):
         with self._lock:
             number = len(self.asked)
-            self.asked.append((path, json.loads(json.dumps(document))))
+            self.asked.append(json.loads(json.dumps(document)))
             self._now += 1
             self.most = max(self.most, self._now)
         try:
@@ -53,20 +67,12 @@ class Fake:
         finally:
             with self._lock:
                 self._now -= 1
-        return answer
 
     def say(self, answer, document):
-        if 'prompt' in document:
-            answer.tokens = reply_to(document['prompt'], document['max_tokens'])
-            n_prompt = len(document['prompt'])
-        else:
-            numbers = reply_to(str(document['messages']).encode(), document['max_tokens'])
-            answer.text = ' '.join(f'w{number}' for number in numbers)
-            n_prompt = sum(len(m['content'].split()) + 4 for m in document['messages'])
+        answer.tokens = reply_to(document['prompt'], document['max_tokens'])
         answer.stamps = [time.perf_counter()] * document['max_tokens']
-        answer.usage = {'prompt_tokens': n_prompt, 'completion_tokens': document['max_tokens']}
         if self.cached:
-            answer.usage['prompt_tokens_details'] = {'cached_tokens': self.cached(document)}
+            answer.usage = {'prompt_tokens_details': {'cached_tokens': self.cached(document)}}
 
 
 def reply_to(prompt, n) -> list[int]:
@@ -76,17 +82,17 @@ def reply_to(prompt, n) -> list[int]:
 
 
 def one_by_one(trace):
-    """(session, number of the request, prompt, reply) of each request, one user after the other."""
+    """(prompt, reply) of each request, one user after the other."""
     low, high = IDS
     ids = lambda numbers: [low + number % (high - low) for number in numbers.tolist()]
     found = []
-    for session in sorted(trace.sessions, key=lambda session: session.requests[0].at):
-        whole = {-1: ids(trace.system(session))}  # with the reply
-        for i, request in enumerate(session.requests):
-            prompt = whole[request.after] + ids(trace.message(session, i))
+    for k in sorted(range(len(trace.sessions)), key=lambda k: trace.sessions[k][0].at):
+        whole = {-1: ids(trace.system())}  # with the reply
+        for i, request in enumerate(trace.sessions[k]):
+            prompt = whole[request.after] + ids(trace.message(k, i))
             reply = reply_to(prompt, request.reply)
             whole[i] = prompt + reply
-            found.append((session, i, prompt, reply))
+            found.append((prompt, reply))
     return found
 
 
@@ -103,7 +109,3 @@ def new_tokens(pairs) -> list[int]:
 
 def common(a, b) -> int:
     return next((n for n, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
-
-
-def ids_of(trace, **fields):
-    return TokenPrompts(trace, IDS, fields)

@@ -26,9 +26,9 @@ SHAPES = {
     'first': dict(FULL_STACK, layer_pattern='GLLLLL', kv_share='ABBCCC', bias=False),
     'local': dict(FULL_STACK, layer_pattern='L', kv_share='', share_global_kv=False, gelu='relu2'),
     'sinks': dict(FULL_STACK, attn_sink=True, rope_fraction_global=0.5),
-    'nope': dict(FULL_STACK, rope_fraction_global=0.0, act_clamp=0.5),
+    'nope': dict(FULL_STACK, rope_fraction_global=0.0),
     'offset': dict(FULL_STACK, head_dim=8, key_offset=True, n_kv_head=2),
-    'gates': dict(FULL_STACK, attn_gate=True, act_clamp=0.5),
+    'gates': dict(FULL_STACK, attn_gate=True),
     'tied': dict(FULL_STACK, kv_tied='all', n_kv_head=2, rope_theta_global=1e4),
     'tied global': dict(SHAPE, kv_tied='global', layer_pattern='LG', window_size=5),
     'latents': dict(FULL_STACK, kv_latent=12, rope_fraction_global=0.0, attn_sink=True),
@@ -241,8 +241,7 @@ def test_positions_that_are_given(pair):
 
 def test_it_can_be_trained(pair):
     """Loss and gradients equal our model's; the exported model shifts the labels itself. In
-    float64, because an input at the edge of act_clamp has another gradient if it is rounded
-    differently. (transformers computes the loss in float32.)"""
+    float64 (transformers computes the loss in float32)."""
     ours, theirs = (model.double() for model in pair)
     idx = tokens(2, 20)
     loss = theirs.train()(idx, labels=idx).loss

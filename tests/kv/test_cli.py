@@ -111,7 +111,7 @@ def test_numbers_are_never_cut_on_a_terminal(tmp_path, monkeypatch, capsys, othe
 
 
 def test_the_vocabulary_is_the_data_set_s(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr('kv.capacity.DATA_ROOT', tmp_path)
+    monkeypatch.setattr('kv.__main__.DATA_ROOT', tmp_path)
     (tmp_path / 'mine').mkdir()
     argv = ['--dataset=mine', '--n_layer=1', '--n_embd=96', '--pos_embedding=rope']
 
@@ -141,3 +141,12 @@ def test_a_run_and_a_checkpoint_say_their_own_configuration(tmp_path, capsys):
     (run / 'ckpt.pt').write_bytes(b'x')
     with pytest.raises(UserError, match='damaged or not a checkpoint'):
         main([str(run)])
+
+
+def test_parameters_that_are_not_counted_have_a_note(monkeypatch, capsys):
+    field = GPTConfig.__dataclass_fields__['qk_norm']
+    monkeypatch.setattr(field, 'metadata', {**field.metadata, 'known': ('fast',)})
+    main(FLAGS)
+    assert 'Note' not in capsys.readouterr().out
+    main([*FLAGS, '--qk_norm=True'])
+    assert 'Note: parameters of qk_norm=True are not counted' in capsys.readouterr().out

@@ -18,7 +18,7 @@ ELEMENTS = {'float64': (8, 0), 'float32': (4, 0), 'bfloat16': (2, 0), 'float16':
 
 @pytest.mark.parametrize('changes, local, of_global, state', [
     (dict(), 2 * 2 * 8, 2 * 2 * 8, 0),
-    (dict(attn_sink=True, gelu='relu2', act_clamp=3.0, rope_fraction_global=0.5), 32, 32, 0),
+    (dict(attn_sink=True, gelu='relu2', rope_fraction_global=0.5), 32, 32, 0),
     (dict(kv_tied='global'), 32, 16, 0),
     (dict(kv_tied='all'), 16, 16, 0),
     (dict(kv_latent=24, rope_fraction_global=0.0), 32, 24, 0),

@@ -1,4 +1,5 @@
 """`lab.conform`: sound models pass, and every planted fault is found."""
+import dataclasses
 import random
 import re
 import shutil
@@ -10,22 +11,23 @@ import pytest
 
 import attention.masks
 import interop.modeling_nanokv
-import kv.blocks
 import training.native
 from attention.kernels.norm_rope import NormAndRotate
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from engine.prefix.blocks import BlockCopier
+from engine.steps.static import StaticCache
 from kv.cache import KVCache, RaggedToken
 from kv.plan import Slot
 from kv.slots import KVStore, RingStore
 from lab import conform
-from model import GPT
+from model import GPT, CausalSelfAttention
 from tests.helpers.models import FULL_STACK
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = conform.reduced(GPTConfig(**FULL_STACK | dict(head_dim=8, attn_sink=True)))
-OFFSET, BLOCKS = dict(key_offset=True), dict(kv_stride=4, rope_fraction_global=0.0)
+META = dict(choices=(), tries=(64,), trained='', known=())
+OFFSET = dict(key_offset=True)
 
 
 # each fault makes the function that replaces the plain one
@@ -50,13 +52,6 @@ def one_key_more(plain):
         plain(self, *args)
         self.kv_lens = self.kv_lens + 1
     return init
-
-
-def forgotten_block(plain):
-    def extend(states, chunks, x, biases):
-        states.zero_()
-        return plain(states, chunks, x, biases)
-    return extend
 
 
 def lost_between_segments(plain):
@@ -84,8 +79,11 @@ def miscounted(plain):
         x if x is None else 1.01 * x for x in plain(ctx, dy)]), {}, 'gradients'),
     (training.native, 'attend', lambda plain: lambda *args: plain(*args[:6]), {},  # no sink
      'training kernels'),
-    (kv.blocks, 'extend_means', forgotten_block, BLOCKS, 'cache, float64'),
     (GPT, '_blocks', lost_between_segments, {}, 'recomputation'),
+    (StaticCache, 'read', lambda plain: lambda self, layer, q, sink: plain(self, layer, q), {},
+     'captured step'),
+    (conform, 'parameters', lambda plain: lambda config, plan: plain(config, plan) - 1, {},
+     'parameters'),
     (interop.modeling_nanokv, 'rotate', lambda plain: lambda x, cos, sin: plain(x, cos, -sin), {},
      'export')])
 def test_a_fault_is_found(where, attribute, fault, changes, name, monkeypatch):
@@ -98,23 +96,75 @@ def test_a_fault_is_found(where, attribute, fault, changes, name, monkeypatch):
     assert found and not found.startswith('('), 'not found'
 
 
-@pytest.mark.slow
-def test_the_example_in_the_docs(tmp_path):
-    """HeadScale of docs/architecture.md, applied to a copy of the project."""
+@pytest.fixture
+def changed_copy(tmp_path):
+    """A function of the number of an example in docs/architecture.md: a copy of the project with
+    its lines."""
     listed = subprocess.run(['git', 'ls-files', '*.py', '*.h', '*.cpp'], cwd=ROOT, text=True,
                             capture_output=True, check=True).stdout.split()
     for path in (path for path in listed if not path.startswith('tests/')):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, tmp_path / path)
     docs = (ROOT / 'docs' / 'architecture.md').read_text(encoding='utf-8')
-    [diff] = re.findall(r'```diff\n(.*?)```', docs, re.DOTALL)
-    for command in (['git', 'apply', '--unsafe-paths', '-'],
-                    [sys.executable, '-m', 'lab.conform', 'config/train_mqa_local.py',
-                     '--head_scale=True']):
-        done = subprocess.run(command, cwd=tmp_path, input=diff, text=True, capture_output=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count('(head_scale=True)') == 2  # the C++ step and the export refuse it
-    assert done.stdout.count('\N{CHECK MARK}') == len(conform.CHECKS) - 2
+    diffs = re.findall(r'```diff\n(.*?)```', docs, re.DOTALL)
+
+    def apply(number):
+        done = subprocess.run(['git', 'apply', '--unsafe-paths', '-'], cwd=tmp_path, text=True,
+                              input=diffs[number], capture_output=True)
+        assert done.returncode == 0, done.stderr
+        return tmp_path
+    return apply
+
+
+def conformed(folder, *flags):
+    return subprocess.run([sys.executable, '-m', 'lab.conform', 'config/train_mqa_local.py',
+                           *flags], cwd=folder, text=True, capture_output=True)
+
+
+MASK = ['--global_every=4', '--global_last=64']
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('number, flags, n_refused', [(0, ['--head_scale=True'], 4), (1, MASK, 3)])
+def test_the_examples_in_the_docs(changed_copy, number, flags, n_refused):
+    """Decode steps and the export refuse both; the count of parameters refuses the first."""
+    done = conformed(changed_copy(number), *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(f'({flags[0][2:]})') == n_refused
+    assert done.stdout.count('\N{CHECK MARK}') == len(conform.CHECKS) - n_refused
+
+
+@pytest.mark.slow
+def test_a_mask_in_the_full_forward_pass_only_is_found(changed_copy):
+    folder = changed_copy(1)
+    for path in ('kv/cache.py', 'engine/pages/cache.py'):
+        text = (folder / path).read_text(encoding='utf-8')
+        assert 'layer.mask' in text
+        (folder / path).write_text(text.replace('layer.mask', '0'), encoding='utf-8')
+    done = conformed(folder, *MASK)
+    assert done.returncode == 1 and '1 of 1 configs differ' in done.stderr
+    for name in ('cache, float64', 'cache, float32', 'ragged rows', 'engine and prefix cache'):
+        assert f'\N{BALLOT X}  {name}' in done.stdout
+
+
+def test_sequences_are_twice_as_long_as_the_numbers_of_new_fields(monkeypatch):
+    """A key is seen up to 64 positions away in the full forward pass only, and in no other."""
+    fields = [('reach', int, dataclasses.field(default=0, metadata=META)),
+              ('reaches', str, dataclasses.field(default='', metadata=META))]
+    new = dataclasses.make_dataclass('NewConfig', fields, bases=(GPTConfig,))
+    monkeypatch.setattr(conform, 'GPTConfig', new)
+    for changes, length in ((dict(reach=64), 128), (dict(reaches='4,70'), 140),
+                            (dict(n_head=12), 40), (dict(reach=1000), 40)):
+        config = conform.reduced(new(n_layer=1, n_embd=24, **changes))
+        assert config.block_size == length
+    assert conform.distances(config) == {'reach': 1000}
+    monkeypatch.setattr(CausalSelfAttention, 'attend_to_sequence', lambda self, q, k, v: (
+        self.attend(q, k, v, 64)))
+    config = conform.reduced(new(n_layer=2, n_embd=24, n_head=3, reach=64))
+    checks = ['cache, float64', 'ragged rows', 'engine and prefix cache', 'int8 K and V']
+    found = conform.conform(config, checks)
+    assert all('position' in why or 'expected' in why or 'deviation' in why
+               for why in found.values()), found
 
 
 @pytest.mark.slow
@@ -132,11 +182,11 @@ def test_the_program(capsys):
     flags = ['--n_layer=3', '--n_head=2', '--n_embd=16', '--n_kv_head=1', '--layer_pattern=LG']
     conform.main([*flags, '--window_size=4', '--kv_head_pattern=1,2'])
     out = capsys.readouterr().out
-    assert '\n--as_given=True --block_size=51 --n_layer=3 ' in out
+    assert '\n--as_given=True --block_size=48 --n_layer=3 ' in out
     assert out.count('\N{CHECK MARK}') == len(conform.CHECKS) - 1
     assert "(kv_head_pattern='1,2')" in out  # the export
-    with pytest.raises(UserError, match='kv_stride=2'):
-        conform.main([*flags, '--window_size=4', '--kv_stride=2', '--pos_embedding=rope'])
+    with pytest.raises(UserError, match='kv_latent=8'):
+        conform.main([*flags, '--window_size=4', '--kv_latent=8', '--pos_embedding=rope'])
 
 
 def test_a_difference_is_the_exit_status(capsys, monkeypatch):

@@ -5,7 +5,6 @@ from statistics import mean, stdev
 
 import pytest
 
-from kv import capacity
 from lab.benchmarks import table as benchmark_table
 from lab.pages import __main__ as pages
 from lab.pages import blocks
@@ -39,15 +38,6 @@ def test_each_block_is_used_once_and_the_page_of_benchmarks_has_those_of_their_j
     text = (ROOT / 'results/cpu/README.md').read_text()
     names = re.findall('^## (.*)', text, re.MULTILINE)
     assert text == benchmark_table.page({name: load(f'cpu/{name}') for name in names})
-
-
-def test_the_example_of_capacity(capsys):
-    page = (ROOT / 'docs/scaling.md').read_text()
-    command = page.partition('python -m kv.capacity config/train_gpt2')[2].partition('\n```')[0]
-    config, *options = command.replace('\\\n', ' ').split()
-    capacity.main([str(ROOT / f'config/train_gpt2{config}'), *options, '--json=True'])
-    document = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert document == load('capacity/example')
 
 
 # -- claims in words -------------------------------------------------------------------------------

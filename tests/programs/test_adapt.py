@@ -34,7 +34,7 @@ def logits(checkpoint, T):
 @pytest.mark.parametrize('name, value', [
     ('window_size', 8), ('rope_theta', 50.0), ('rope_theta_global', 70.0), ('gelu', 'tanh'),
     ('kv_quant_train', 'int8'), ('rope_fraction_global', 0.5), ('rope_fraction_global', 0.0),
-    ('act_clamp', 0.01), ('block_size', 32)])
+    ('block_size', 32)])
 def test_settings_without_weights_can_be_changed(resume, capsys, name, value):
     before, after = resume(**{name: value})
     assert after['model_args'] == before['model_args'] | {name: value}

@@ -2,7 +2,6 @@
 import builtins
 import io
 import json
-import re
 
 import pytest
 import torch
@@ -35,9 +34,9 @@ def talk(monkeypatch, capsys, trained, tmp_path):
         chat.main(flags(settings))
         return capsys.readouterr().out
 
-    def turns(branch='main'):
+    def turns():
         document = json.loads((tmp_path / 'chat.json').read_text())
-        return [(turn['name'], turn['text']) for turn in document['branches'][branch]]
+        return [(turn['name'], turn['text']) for turn in document['turns']]
     run.turns = turns
     return run
 
@@ -57,30 +56,21 @@ def test_turns_are_kept_and_continued(talk):
 def test_bytes_that_are_not_utf8_are_replacement_characters(monkeypatch, tmp_path, errors):
     """And a reply that is only the token for its end is empty."""
     monkeypatch.setattr(chat, 'load', lambda s: (*ending(), ''))
-    lines = io.BytesIO(b'\xef\xbb\xbfcaf\xe9\n/fork \xe9\nho\n')  # a byte order mark
+    lines = io.BytesIO(b'\xef\xbb\xbfcaf\xe9\nho\n')  # a byte order mark
     monkeypatch.setattr('sys.stdin', io.TextIOWrapper(lines, 'utf-8', errors))
     chat.main(flags(NAMES | dict(history=tmp_path / 'h', max_seq_len=60, reply_as='b\udce9')))
-    branches = json.loads((tmp_path / 'h').read_text())['branches']
-    said = [(turn['name'], turn['text']) for turn in branches['\ufffd']]
+    turns = json.loads((tmp_path / 'h').read_text())['turns']
+    said = [(turn['name'], turn['text']) for turn in turns]
     assert said == [('a', 'caf\ufffd'), ('b\ufffd', ''), ('a', 'ho'), ('b\ufffd', '')]
 
 
-def test_prefixes_are_kept_on_disk(talk, tmp_path):
-    settings = dict(prefix_folder=tmp_path / 'prefixes', max_seq_len=400)
-    talk(['ab' * 40], **settings)
-    out = talk(['ba' * 10, '/stats'], **settings)
-    assert int(re.search(r'1 reply: (\d+) of \d+ prompt tokens reused', out)[1]) >= 64
-
-
 def test_commands(talk):
-    out = talk(['/retry', '/undo', '/stats', 'ab', '/fork x', 'ba', '/branches', '/switch main',
-                '/undo', '/bogus', '/switch y', 'no such letters: Q', '/help'])
-    for said in ('(/retry: you have said nothing yet)', 'no reply yet', '* x: 4 turns',
-                 '  main: 2 turns', "(2 turns on branch 'main')", "(0 turns on branch 'main')",
-                 '(/bogus: no such command', "there is no branch 'y'", "alphabet lacks",
-                 '/edit TEXT'):
+    out = talk(['/retry', '/undo', '/stats', 'ab', 'ba', '/undo', '/fork x', 'no such letters: Q',
+                '/help'])
+    for said in ('(/retry: you have said nothing yet)', '(0 turns)', 'no reply yet', '(2 turns)',
+                 '(/fork: no such command', "alphabet lacks", '/edit TEXT'):
         assert said in out, said
-    assert talk.turns() == [] and len(talk.turns('x')) == 4
+    assert len(talk.turns()) == 2
 
 
 def test_ctrl_c_ends_a_reply_and_keeps_its_text(talk, monkeypatch, tmp_path):

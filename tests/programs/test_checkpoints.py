@@ -1,5 +1,6 @@
 """Which checkpoints a run keeps, their names, and resuming from any of them."""
 import os
+import shutil
 import signal
 
 import pytest
@@ -10,7 +11,7 @@ from tests.programs.support import (
     HARD, Died, assert_same_weights, contents, die, kept, load, losses, metrics, no_links,
     raise_signal, run_train)
 
-FEW = dict(checkpoint_interval=2, eval_interval=100, keep_checkpoints=3)
+EVERY_2 = dict(checkpoint_interval=2, eval_interval=100)
 
 
 def killed_at(at_step, n, folder, **settings):
@@ -34,32 +35,23 @@ def test_killed_it_loses_only_what_came_after_and_resumes_exactly(
     assert_same_weights(final_weights(), whole)
 
 
-def test_the_last_few_stay_through_a_resume_and_with_1_none_is_deleted(tmp_path, at_step):
-    killed_at(at_step, 7, tmp_path, **FEW)
-    assert kept(tmp_path) == {'ckpt.pt': 6, 'ckpt_0000002.pt': 2, 'ckpt_0000004.pt': 4}
-    killed_at(at_step, 9, tmp_path, **FEW, init_from='resume')
-    assert kept(tmp_path) == {'ckpt.pt': 8, 'ckpt_0000004.pt': 4, 'ckpt_0000006.pt': 6}
-    run_train(tmp_path, init_from='resume', max_iters=12, checkpoint_interval=2)
-    assert kept(tmp_path) == {'ckpt.pt': 12, 'ckpt_0000004.pt': 4, 'ckpt_0000006.pt': 6}
-
-
 def test_checkpoints_of_another_run_are_neither_deleted_nor_replaced(
         tmp_path, val_losses, capsys):
     val_losses[3] = 1.0
-    run_train(tmp_path, **FEW | dict(eval_interval=3), max_iters=6)
+    run_train(tmp_path, **EVERY_2 | dict(eval_interval=3), max_iters=6)
+    shutil.copy(tmp_path / 'ckpt.pt', tmp_path / 'ckpt_0000006.pt')  # of an earlier version
     before = contents(tmp_path)
-    run_train(tmp_path, **FEW | dict(checkpoint_interval=4), max_iters=20, seed=2)
+    run_train(tmp_path, checkpoint_interval=4, eval_interval=100, max_iters=20, seed=2)
     assert capsys.readouterr().out.count(f'kept as {tmp_path}/ckpt_old.pt') == 1
     assert contents(tmp_path)['metrics_old.jsonl'] == before['metrics.jsonl']
     assert [row['iter'] for row in metrics(tmp_path)] == list(range(21))
     run_train(tmp_path, max_iters=1, eval_interval=1, seed=3)
-    assert kept(tmp_path) == {
-        'ckpt.pt': 1, 'ckpt_old2.pt': 20, 'ckpt_old_0000012.pt': 12, 'ckpt_old_0000016.pt': 16,
-        'ckpt_old.pt': 6, 'ckpt_old_best.pt': 3, 'ckpt_old_0000003.pt': 3,
-        'ckpt_old_0000004.pt': 4}
+    assert kept(tmp_path) == {'ckpt.pt': 1, 'ckpt_old2.pt': 20, 'ckpt_old.pt': 6,
+                              'ckpt_old_best.pt': 3, 'ckpt_0000006.pt': 6}
     after = contents(tmp_path)
-    for name in before.keys() - {'metrics.jsonl'}:
-        assert after[name.replace('ckpt', 'ckpt_old')] == before[name]
+    for old, new in (('ckpt.pt', 'ckpt_old.pt'), ('ckpt_best.pt', 'ckpt_old_best.pt'),
+                     ('ckpt_0000006.pt', 'ckpt_0000006.pt')):
+        assert after[new] == before[old]
 
 
 # -- the best --------------------------------------------------------------------------------------
@@ -84,6 +76,25 @@ def test_the_best_stays_and_is_not_written_again(tmp_path, val_losses, monkeypat
         assert checkpoint['holds_best'] == (values.get(iteration) == min(values.values()))
     if links and files.get('ckpt_best.pt') == 6:
         assert (tmp_path / 'ckpt.pt').samefile(tmp_path / 'ckpt_best.pt')
+
+
+@pytest.mark.parametrize('settings, words', [
+    (dict(max_iters=0), ['none is at iteration 0: give --max_iters=1']),
+    (dict(max_iters=6), []), (dict(max_iters=6, checkpoint_interval=5), []),
+    (dict(max_iters=6, always_save_checkpoint=False), ['did not improve', '=False: give --always']),
+    (dict(max_iters=6, always_save_checkpoint=False, checkpoint_interval=5), []),
+    (dict(max_iters=30, always_save_checkpoint=False, init_from='resume'),
+     ['did not improve', 'ckpt.pt is still of iteration 10: give --always'])], ids=str)
+def test_a_run_that_ends_without_a_checkpoint_says_so(tmp_path, val_losses, capsys, trained, saved,
+                                                      settings, words):
+    val_losses |= {0: 1.0, 10: 5.0, 20: 5.0, 30: 5.0}
+    if 'init_from' in settings:
+        shutil.copy(trained['vanilla'] / 'ckpt.pt', tmp_path)
+    run_train(tmp_path, **settings)
+    notes = [line for line in capsys.readouterr().out.splitlines() if 'no checkpoint' in line]
+    assert len(notes) == bool(words) != bool(saved)
+    for text in words:
+        assert text in notes[0]
 
 
 def test_it_is_kept_through_kills_and_resumes(tmp_path, val_losses, at_step, capsys):
@@ -112,69 +123,68 @@ def test_evaluated_again_after_a_resume_it_is_still_the_best(tmp_path, val_losse
 # -- resuming from one before the latest -----------------------------------------------------------
 
 def test_later_checkpoints_are_renamed_and_later_rows_dropped(
-        tmp_path, final_weights, at_step, capsys):
-    run_train(tmp_path / 'whole', **HARD)
+        tmp_path, final_weights, at_step, val_losses, capsys):
+    val_losses[8] = 1.0
+    settings = HARD | dict(eval_interval=4, checkpoint_interval=2)
+    run_train(tmp_path / 'whole', **settings)
     whole, out = final_weights(), tmp_path / 'parts'
-    killed_at(at_step, 13, out, **HARD, **FEW)
-    at_step(8, raise_signal(signal.SIGINT))
-    run_train(out, **HARD, **FEW, init_from='resume', resume_from='ckpt_0000008.pt')
-    assert kept(out) == {'ckpt.pt': 9, 'ckpt_0000008.pt': 8, 'ckpt_old.pt': 12,
-                         'ckpt_old_0000010.pt': 10}
-    assert [row['iter'] for row in metrics(out)] == list(range(9))
-    assert f'Resuming training from {out}/ckpt_0000008.pt' in capsys.readouterr().out
-    run_train(out, **HARD, init_from='resume')
+    killed_at(at_step, 13, out, **settings)
+    shutil.copy(out / 'ckpt_best.pt', out / 'mine.pt')
+    at_step(9, raise_signal(signal.SIGINT))
+    run_train(out, **settings, init_from='resume', resume_from='mine.pt')
+    assert kept(out).items() >= {'ckpt.pt': 10, 'ckpt_old.pt': 12, 'ckpt_best.pt': 8}.items()
+    assert [row['iter'] for row in metrics(out)] == list(range(10))
+    assert f'Resuming training from {out}/mine.pt' in capsys.readouterr().out
+    run_train(out, **settings, init_from='resume')
     assert losses(out) == losses(tmp_path / 'whole')
     assert_same_weights(final_weights(), whole)
 
 
 def test_resuming_from_the_best_which_keeps_its_name(tmp_path, val_losses):
     val_losses[2] = 1.0
-    run_train(tmp_path, **FEW | dict(eval_interval=2), max_iters=6)
+    run_train(tmp_path, eval_interval=2, max_iters=6)
     run_train(tmp_path, eval_interval=3, max_iters=3, init_from='resume',
               resume_from='ckpt_best.pt')
-    assert kept(tmp_path).items() >= {'ckpt.pt': 3, 'ckpt_best.pt': 2, 'ckpt_old.pt': 6}.items()
+    assert kept(tmp_path) == {'ckpt.pt': 3, 'ckpt_best.pt': 2, 'ckpt_old.pt': 6}
     assert load(tmp_path / 'ckpt.pt')['best_val_loss'].item() == 1.0
-    (tmp_path / 'ckpt_best.pt').unlink()  # a numbered one gets it before it is deleted
-    run_train(tmp_path, max_iters=20, **FEW | dict(keep_checkpoints=2), init_from='resume',
-              resume_from='ckpt_0000002.pt')
-    assert kept(tmp_path)['ckpt_best.pt'] == 2 and 'ckpt_0000002.pt' not in kept(tmp_path)
 
 
 def test_a_checkpoint_without_a_run_id_owns_no_other(tmp_path):
-    """For example nanoGPT's, with unrelated files next to it."""
+    """For example nanoGPT's, with an unrelated file next to it."""
     run_train(tmp_path, max_iters=6)
     checkpoint = load(tmp_path / 'ckpt.pt')
     del checkpoint['run']
-    others = {'ckpt_best.pt': 3, 'ckpt_0000001.pt': 1, 'ckpt_0000002.pt': 2}
-    for name, iteration in {'ckpt.pt': 6, **others}.items():
+    for name, iteration in {'ckpt.pt': 6, 'ckpt_best.pt': 3}.items():
         torch.save(checkpoint | dict(iter_num=iteration, holds_best=False), tmp_path / name)
     before = contents(tmp_path)
-    run_train(tmp_path, **FEW | dict(keep_checkpoints=2), max_iters=12, init_from='resume')
-    after = contents(tmp_path).values()
-    assert all(before[name] in after for name in others)
-    assert kept(tmp_path)['ckpt.pt'] == 12 and 'ckpt_old.pt' not in kept(tmp_path)
+    run_train(tmp_path, **EVERY_2, max_iters=12, init_from='resume')
+    assert contents(tmp_path)['ckpt_old_best.pt'] == before['ckpt_best.pt']
+    assert kept(tmp_path) == {'ckpt.pt': 12, 'ckpt_old_best.pt': 3}
 
 
 # -- damaged and missing ---------------------------------------------------------------------------
 
 @pytest.mark.parametrize('share', [0.0, 0.99])
 def test_a_missing_or_cut_checkpoint_is_refused_and_whole_ones_are_named(tmp_path, share):
-    run_train(tmp_path, **FEW, max_iters=6)
+    run_train(tmp_path, **EVERY_2, max_iters=6)
+    for name, iteration in (('a', 2), ('b', 4)):
+        saved = load(tmp_path / 'ckpt.pt') | dict(iter_num=iteration)
+        torch.save(saved, tmp_path / f'ckpt_{name}.pt')
     with pytest.raises(UserError, match=(  # newest first
             r'no checkpoint at .*/ckpt_best.pt: .*: --resume_from=ckpt.pt \(iteration 6\) or '
-            r'--resume_from=ckpt_0000004.pt \(iteration 4\) or '
-            r'--resume_from=ckpt_0000002.pt \(iteration 2\)$')):
+            r'--resume_from=ckpt_b.pt \(iteration 4\) or '
+            r'--resume_from=ckpt_a.pt \(iteration 2\)$')):
         run_train(tmp_path, init_from='resume', resume_from='ckpt_best.pt')
     whole = (tmp_path / 'ckpt.pt').read_bytes()
     cut = whole[:int(len(whole) * share)]
     (tmp_path / 'ckpt.pt').write_bytes(cut)
-    (tmp_path / 'ckpt_0000002.pt').write_bytes(b'damaged too')
+    (tmp_path / 'ckpt_a.pt').write_bytes(b'damaged too')
     with pytest.raises(UserError) as caught:
         run_train(tmp_path, init_from='resume')
     message = str(caught.value)
     assert f'{tmp_path}/ckpt.pt is damaged' in message and '\n' not in message
     assert message.endswith(
-        'there are other checkpoints: --resume_from=ckpt_0000004.pt (iteration 4)')
-    run_train(tmp_path, init_from='resume', resume_from='ckpt_0000004.pt', max_iters=8)
+        'there are other checkpoints: --resume_from=ckpt_b.pt (iteration 4)')
+    run_train(tmp_path, init_from='resume', resume_from='ckpt_b.pt', max_iters=8)
     assert load(tmp_path / 'ckpt.pt')['iter_num'] == 8
     assert (tmp_path / 'ckpt_old.pt').read_bytes() == cut

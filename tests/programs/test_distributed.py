@@ -92,8 +92,7 @@ def assert_same_losses(a, b):
     pytest.param(VANILLA, marks=pytest.mark.slow, id='vanilla'),
     pytest.param(dict(SHORT_STACK, recompute='selective'), id='short stack, recomputed'),
     pytest.param(dict(FULL_STACK, checkpoint_blocks=True), marks=pytest.mark.slow, id='blocks'),
-    pytest.param(FULL_STACK | CHANGES['many'] | dict(attention_z_loss=0.1),
-                 marks=pytest.mark.slow, id='many mechanisms, z-loss')])
+    pytest.param(FULL_STACK | CHANGES['many'], marks=pytest.mark.slow, id='many mechanisms')])
 def test_two_processes_have_the_losses_of_one(tmp_path, data_root, config):
     """With recomputation and a chunked loss, against one process without either."""
     plain = dict(config, chunked_loss=False, recompute='none', checkpoint_blocks=False)
@@ -128,9 +127,8 @@ def test_a_bad_loss_on_one_of_two_processes_is_skipped_by_both(tmp_path, data_ro
 def test_dropout_differs_between_ranks_and_resumes_exactly(tmp_path, data_root):
     settings = SIX_STEPS | dict(dropout=0.3)
     run(data_root, 2, tmp_path / 'whole', **settings)
-    first = settings | dict(max_iters=3, checkpoint_interval=1, keep_checkpoints=2)
+    first = settings | dict(max_iters=3, checkpoint_interval=1)
     run(data_root, 2, tmp_path / 'parts', **first)
-    assert {p.name for p in (tmp_path / 'parts').glob('*.pt')} == {'ckpt.pt', 'ckpt_0000002.pt'}
     states = load(tmp_path / 'parts' / 'ckpt.pt')['rng']
     assert not torch.equal(states[0]['torch'], states[1]['torch'])
     run(data_root, 2, tmp_path / 'parts', init_from='resume', **settings)
@@ -191,14 +189,13 @@ def test_a_wrong_setting_ends_all_processes(tmp_path, data_root):
     process = start(data_root, 2, tmp_path / 'out', backend='nccl')
     _, err = process.communicate(timeout=120)
     assert process.returncode != 0 and not (tmp_path / 'out').exists()
-    assert re.search("error: .*'nccl'.*gloo", err)
+    report = err.partition('Root Cause')[2]  # torchrun's, which is last
+    assert re.search("error: .*'nccl'.*gloo", report)
 
 
 @pytest.mark.parametrize('name, value, error', [
     ('WORLD_SIZE', 'two', "^environment variable WORLD_SIZE='two': must be a whole number, "
                           'as torchrun sets it$'),
-    ('RANK', '1', '^RANK=1 and WORLD_SIZE=1'),
-    ('RANK', '-1', '^RANK=-1 and WORLD_SIZE=1'),
     ('WORLD_SIZE', '2', '^the 2 processes .* torchrun')])
 def test_an_environment_that_torchrun_did_not_set_is_an_error(
         tmp_path, monkeypatch, name, value, error):
@@ -230,12 +227,18 @@ def test_a_checkpoint_of_another_launch_is_not_resumed(tmp_path, monkeypatch):
     monkeypatch.setenv('TORCHELASTIC_RUN_ID', 'first')
     run_train(tmp_path, max_iters=2, eval_interval=2)
     assert load(tmp_path / 'ckpt.pt')['launch'] == 'first'
-    for launch, resumed in (('first', True), ('second', False), ('', False), ('none', False)):
+    for launch, resumed in (('first', True), ('second', False), ('', False)):
         monkeypatch.setenv('TORCHELASTIC_RUN_ID', launch)
         s = SimpleNamespace(out_dir=str(tmp_path), init_from='scratch', resume_from='ckpt.pt')
         go_on_after_restart(s, Ranks('gloo', 'cpu'))
         assert (s.init_from == 'resume') == resumed
-    assert peek(tmp_path / 'none.pt') is None
+    monkeypatch.setenv('TORCHELASTIC_RUN_ID', 'none')
+    run_train(tmp_path, max_iters=2, eval_interval=2)
+    run_train(tmp_path, max_iters=2, eval_interval=2)
+    assert load(tmp_path / 'ckpt.pt')['launch'] == '' and peek(tmp_path / 'none.pt') is None
+    monkeypatch.setenv('TORCHELASTIC_MAX_RESTARTS', '1')
+    with pytest.raises(UserError, match='^--max-restarts .*--standalone or --rdzv-id=NAME$'):
+        run_train(tmp_path)
 
 
 @pytest.mark.slow
@@ -253,4 +256,3 @@ def test_two_agents_are_one_run(tmp_path, data_root):
         _, err = agent.communicate(timeout=300)
         assert agent.returncode == 0, err
     assert_same_losses(metrics(tmp_path / 'one'), metrics(two))
-    assert len(load(two / 'ckpt.pt')['shards']['files']) == 2

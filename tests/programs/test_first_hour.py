@@ -11,7 +11,7 @@ import configurator
 import sample
 import serve
 import train
-from config import missing
+from config import startup
 from config.errors import UserError
 from data.text import prepare
 from tests.programs.support import ROOT, VANILLA, flags, metrics, run_train
@@ -54,7 +54,7 @@ BARE = [sys.executable, '-S', '-E']  # without site-packages, and without PYTHON
     *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob('data/*/prepare.py')),
     *(f'-m {name}' for name in (
         'kv', 'interop.evaluate', 'interop.export', 'interop.convert', 'interop.import_hf',
-        'training.memory', 'training.plot', 'training.shards'))])
+        'training.memory', 'training.plot', 'data.check'))])
 def test_a_python_without_the_packages_is_one_line(program):
     done = subprocess.run([*BARE, *program.split()], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.count('\n') == 1
@@ -62,14 +62,27 @@ def test_a_python_without_the_packages_is_one_line(program):
     assert done.stderr.endswith(' -m pip install -e . (or make demo)\n')
 
 
+@pytest.mark.skipif(sys.platform != 'linux', reason='the wheels for Linux have GNU OpenMP')
+@pytest.mark.parametrize('chosen, expected', [
+    ({}, '1000'), ({'GOMP_SPINCOUNT': '7'}, '7'), ({'OMP_WAIT_POLICY': 'PASSIVE'}, '0')])
+def test_threads_that_wait_do_not_keep_others_from_running(chosen, expected):
+    """OpenMP says what it took. Spinning for longer, a run on a busy machine hardly gets on."""
+    environment = {name: value for name, value in os.environ.items()
+                   if name not in ('GOMP_SPINCOUNT', 'OMP_WAIT_POLICY')}
+    done = subprocess.run([sys.executable, '-c', 'import configurator, torch'], cwd=ROOT, text=True,
+                          capture_output=True,
+                          env=environment | chosen | {'OMP_DISPLAY_ENV': 'VERBOSE'})
+    assert f"GOMP_SPINCOUNT = '{expected}'" in done.stderr
+
+
 def test_the_environment_is_named_where_there_is_one(tmp_path, monkeypatch, capsys):
     """Modules that are no requirement keep their traceback."""
     (tmp_path / '.venv/bin').mkdir(parents=True)
     (tmp_path / '.venv/bin/activate').touch()
-    monkeypatch.setattr(missing, 'ROOT', tmp_path)
+    monkeypatch.setattr(startup, 'ROOT', tmp_path)
     monkeypatch.chdir(tmp_path)
     for name in ('rich', 'tiktoken', 'tokenizers', 'pandas'):
-        missing.excepthook(ModuleNotFoundError, ModuleNotFoundError(name, name=name), None)
+        startup.excepthook(ModuleNotFoundError, ModuleNotFoundError(name, name=name), None)
     activate, traceback = os.path.join('.venv', 'bin', 'activate'), 'ModuleNotFoundError: pandas\n'
     message = capsys.readouterr().err
     for name in ('rich', 'tiktoken', 'tokenizers'):

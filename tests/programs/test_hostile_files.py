@@ -9,7 +9,6 @@ import sys
 import time
 import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,14 +24,13 @@ from configurator import run_program
 from data.tokenfiles import read_meta
 from data.tokenizer import CharTokenizer
 from engine.text.dialogue import Dialogue, Template
-from engine.prefix.disk import DiskTier
 from interop.huggingface import from_pretrained
 from interop.load import tokenizer_of
 from interop.tokenizer_files import tokenizer_in
 from kv.models.config import read_config
 from model import GPT
 from tests.programs.support import flags, meta_of
-from training.checkpoint import tokens_id
+from training.checkpoint import read_file, tokens_id
 from training.checkpoint_manager import load_to_resume, peek
 from training.load_model import model_of
 
@@ -48,8 +46,8 @@ HF_CONFIG = {'model_type': 'nanokv', 'nanokv': model_args(CONFIG),
              'nanokv_source': {'dataset': 'none', 'tokens': ''}}
 TOKENIZER_JSON = {'model': {'type': 'WordLevel', 'vocab': META['stoi']},
                   'added_tokens': [{'id': 8, 'content': '<|endoftext|>'}]}
-CHAT = {'version': 1, 'turn': '{name}{text}a', 'branch': 'main', 'trimmed': {'main': 0},
-        'branches': {'main': [{'name': 'b', 'text': 'c', 'ids': [1, 2, 0]}]}}
+CHAT = {'version': 2, 'turn': '{name}{text}a', 'trimmed': 0,
+        'turns': [{'name': 'b', 'text': 'c', 'ids': [1, 2, 0]}]}
 
 
 def doubled(value, levels: int):
@@ -213,14 +211,17 @@ def repeated_weights():
     *(('ckpt.pt', replaced(CHECKPOINT, ('model_args', 'n_layer'), n), 'n_layer')
       for n in (9_999, 100_000, 10 ** 9)),
     ('ckpt.pt', replaced(CHECKPOINT, ('model_args', 'n_embd'), 40_000), 'size mismatch'),
+    *(('ckpt.pt', replaced(CHECKPOINT, ('model_args', 'n_embd'), n), 'n_embd')
+      for n in (2 ** 30, 2 ** 31, 2 ** 63, -1)),
+    ('config.json', replaced(HF_CONFIG, ('nanokv', 'n_embd'), 2 ** 30), 'n_embd'),
     ('ckpt.pt', repeated_weights(), 'share memory'),
     ('tokenizer.json', replaced(TOKENIZER_JSON, ('model', 'vocab', 'b'), 0), 'same id'),
     ('tokenizer.json', replaced(TOKENIZER_JSON, ('model', 'vocab', 'b'), 2 ** 40), 'the id'),
     ('tokenizer.json', replaced(TOKENIZER_JSON, ('model', 'vocab', 'b'), 100), 'ids up to 100'),
     *(('config.json', replaced(HF_CONFIG, ('nanokv', 'n_layer'), n), 'n_layer')
       for n in (9_999, 10 ** 9)),
-    ('chat.json', replaced(CHAT, ('branches', 'main', 0, 'ids'), [-1]), 'other tokens'),
-    ('chat.json', replaced(CHAT, ('branches', 'main', 0, 'ids'), [float('inf')]), 'infinity'),
+    ('chat.json', replaced(CHAT, ('turns', 0, 'ids'), [-1]), 'other tokens'),
+    ('chat.json', replaced(CHAT, ('turns', 0, 'ids'), [float('inf')]), 'infinity'),
 ], ids=lambda x: None if isinstance(x, dict) else x)
 def test_small_files_that_hang_or_exhaust(tmp_path, name, document, words):
     write(tmp_path, name, document)
@@ -238,9 +239,11 @@ def zipped_again(path, changes, **how):
 
 
 @pytest.mark.parametrize('extension', ['.pkl', '.PKL'])
-def test_a_tuple_that_takes_forever_to_hash(tmp_path, extension):
+@pytest.mark.parametrize('pair', [b'q\x00h\x00\x86', b'(eq\x00h\x00\x86', b'K\x010q\x00h\x00\x86',
+                                  b'2\x86'], ids=['put', 'appends', 'pop', 'dup'])
+def test_a_tuple_that_takes_forever_to_hash(tmp_path, extension, pair):
     """Pickled by hand, because pickling it as a key would hash it, too."""
-    bad = b'\x80\x02}' + b'K\x01' + b'q\x00h\x00\x86' * 60 + b'K\x01s.'
+    bad = b'\x80\x02}' + b'K\x01\x85' + pair * 60 + b'K\x01s.'
     (tmp_path / 'meta.pkl').write_bytes(bad)
     zipped_again(tmp_path / 'ckpt.pt', lambda name, data: (
         name.replace('.pkl', extension), bad if name.endswith('.pkl') else data))
@@ -253,45 +256,75 @@ def test_a_compressed_checkpoint_is_refused(tmp_path):
     assert 'compressed' in outcome(tmp_path, 'ckpt.pt')
 
 
-@pytest.mark.parametrize('zip64', [False, True])
-def test_a_checkpoint_with_two_lists_of_entries_is_refused(tmp_path, zip64):
-    """Python's zipfile reads the list before the end record, torch that at the offset in it."""
-    torch.save(CHECKPOINT, tmp_path / 'ckpt.pt')
-    data = bytearray((tmp_path / 'ckpt.pt').read_bytes())
-    assert data[-98:-94] == b'PK\6\6'  # torch writes both forms of the end record
-    size, offset = struct.unpack('<QQ', data[-58:-42])
-    both = data[:offset] + data[offset:offset + size] * 2 + (data[-98:] if zip64 else data[-22:])
-    if zip64:  # where the other form of the end record is
-        both[-34:-26] = struct.pack('<Q', len(both) - 98)
-    (tmp_path / 'ckpt.pt').write_bytes(both)
-    assert 'list of entries' in outcome(tmp_path, 'ckpt.pt')
+def test_a_flipped_bit_is_refused_or_changes_nothing(tmp_path):
+    """In the tensors, the pickle, or the headers of the zip file."""
+    path, x = tmp_path / 'a.pt', torch.arange(9.0)
+    torch.save({'x': x, 'n': 3}, path)
+    data, refused = path.read_bytes(), 0
+    bits = [(i, i % 8) for i in range(0, len(data), 3)]
+    bits += [(i + 38, 4) for i in range(len(data)) if data[i:i + 4] == b'PK\1\2']  # a directory
+    for i, bit in bits:
+        path.write_bytes(data[:i] + bytes([data[i] ^ 1 << bit]) + data[i + 1:])
+        try:
+            saved = read_file(path)
+        except Exception:
+            refused += 1
+            continue
+        assert saved.keys() == {'x', 'n'} and saved['n'] == 3 and torch.equal(saved['x'], x), i
+    assert refused > len(bits) / 4
+
+
+@pytest.mark.parametrize('damaged, message', [
+    ({}, ''), ({'version': b'4\n'}, 'version in it is not what was written')])
+def test_sums_are_compared_if_there_are_any(tmp_path, damaged, message):
+    options = torch.serialization
+    try:
+        options.set_crc32_options(bool(damaged))
+        torch.save(CHECKPOINT, tmp_path / 'ckpt.pt')
+    finally:
+        options.set_crc32_options(True)
+    data = (tmp_path / 'ckpt.pt').read_bytes()
+    assert data.count(b'3\n') == 1
+    for contents in damaged.values():
+        (tmp_path / 'ckpt.pt').write_bytes(data.replace(b'3\n', contents))
+    got = outcome(tmp_path, 'ckpt.pt')
+    assert message in got and bool(message) == bool(got)
+
+
+REBUILD = b'ctorch._utils\n_rebuild_tensor_v2\n'
+ORDERED = b'ccollections\nOrderedDict\n'
+
+
+def storage(key=b'0', n=64):
+    return b'(U\x07storagectorch\nFloatStorage\nU\x01' + key + b'U\x03cpuK' + bytes([n]) + b'tQ'
+
+
+ITEMS = b']q\x00(' + b''.join(b'J' + struct.pack('<i', i) + b'K\0\x86' for i in range(100_000))
+FIELDS = b'}q\x00(' + b''.join(b'J' + struct.pack('<i', i) + b'K\0' for i in range(100_000))
+
+
+@pytest.mark.parametrize('program, words', [
+    (b'cbuiltins\nbytearray\nJ' + struct.pack('<i', 2 ** 31 - 1) + b'\x85R', 'object (builtins'),
+    (b'ctorch\nSize\n](K\1e\x85R', 'object (torch.Size)'),
+    (ITEMS + b'e0](' + (ORDERED + b'h\x00\x85R') * 100 + b'e', '1 positional'),
+    (FIELDS + b'u0](' + (ORDERED + b')Rh\x00b') * 100 + b'e', 'invalid state'),
+    (REBUILD + b'(' + storage() + b'K\0K\x7f\x85K\0\x85\x89' + ORDERED + b')RtR', 'share memory'),
+    (REBUILD + b'(' + storage() + b'K\0](K\1eK\0\x85\x89' + ORDERED + b')RtR', 'invalid size'),
+    (storage(n=65), 'should have 260'), (storage(key=b'A'), 'without a number')],
+    ids=['bytearray', 'Size', 'items', 'state', 'repeated', 'list', 'storage', 'name'])
+def test_calls_that_checkpoints_do_not_need_are_refused(tmp_path, program, words):
+    zipped_again(tmp_path / 'ckpt.pt', lambda name, data: (
+        name, b'\x80\x02' + program + b'.' if name.endswith('.pkl') else data))
+    assert words in limited(lambda folder: outcome(folder, 'ckpt.pt'), tmp_path)
 
 
 @pytest.mark.parametrize('opened, name', [
-    *((name, name) for name in FILES), ('config.json', 'model.safetensors'),
-    ('ckpt.pt', 'shards_a/x.safetensors')])
+    *((name, name) for name in FILES), ('config.json', 'model.safetensors')])
 def test_a_fifo_is_refused(tmp_path, opened, name):
-    shards = {'shards': {'folder': 'shards_a', 'files': {}}} if '/' in name else {}
-    write(tmp_path, opened, FILES[opened][2] | shards)
-    (tmp_path / name).parent.mkdir(exist_ok=True)
+    write(tmp_path, opened, FILES[opened][2])
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
-    message = limited(lambda folder: outcome(folder, opened), tmp_path)
-    assert 'regular' in message if shards else name in message
-
-
-def test_prefix_files_that_are_none_count_as_missing(tmp_path):
-    tier = DiskTier(tmp_path, 'f' * 64, 2 ** 20)
-    key = bytes(16)
-    os.mkfifo(tier.folder / f'{key.hex()}.safetensors')
-    (tier.folder / f'{bytes([1] * 16).hex()}.safetensors').write_bytes(b'\xff' * 100)
-
-    def read(folder):
-        again = DiskTier(folder, 'f' * 64, 2 ** 20)
-        blocks = [SimpleNamespace(key=bytes([n] * 16), tokens=b'', parent=SimpleNamespace(key=b''))
-                  for n in (0, 1)]
-        return [again.read(block) for block in blocks]
-    assert limited(read, tmp_path) == [None, None]
+    assert name in limited(lambda folder: outcome(folder, opened), tmp_path)
 
 
 # -- through the programs --------------------------------------------------------------------------

@@ -44,7 +44,8 @@ def test_resuming_with_another_shape_keeps_the_original(old):
     assert contents(old)['ckpt_old.pt'] == before
 
 
-@pytest.mark.parametrize('line', [b'5\n', b'{"loss": 1}\n', b'\xff\xfe\n'])
+@pytest.mark.parametrize('line', [b'5\n', b'{"loss": 1}\n', b'\xff\xfe\n', b'[' * 60_000 + b'\n',
+                                  b'{"iter": ' + b'1' * 5000 + b'}\n', b'"' + b'x' * 2 ** 20])
 def test_a_damaged_metrics_file_does_not_keep_a_run_from_resuming(old, line):
     lines = contents(old)['metrics.jsonl'].splitlines(keepends=True)
     (old / 'metrics.jsonl').write_bytes(b''.join(lines[:4]) + line)

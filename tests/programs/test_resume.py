@@ -51,25 +51,17 @@ def check_resume(tmp_path, at_step, final_weights):
     (VANILLA, dict(stop=18, grad_clip=0.0, decay_lr=False)),
     (VANILLA, dict(data_order='sequential', data_prefetch=0, then=dict(data_prefetch=7))),
     (VANILLA, dict(data_order='shuffled', data_prefetch=7, then=dict(data_prefetch=0))),
-    (dict(FULL_STACK, n_embd=64), dict(then=dict(offload_optimizer=True))),
-    (dict(FULL_STACK, n_embd=64), dict(offload_optimizer=True,
-                                       then=dict(offload_optimizer=False))),
     (FULL_STACK, dict(then=dict(eval_interval=3, eval_iters=5))),
-    (FULL_STACK, dict(int8_training=True)),
     (FULL_STACK, dict(optimizer='muon', lr_schedule='wsd')),
-    (FULL_STACK, dict(attention_z_loss=0.01, recompute='block', dtype='float16', max_iters=9)),
-    (FULL_STACK, dict(int8_forward=True, recompute='selective', act_clamp=1.0, max_iters=9)),
+    (FULL_STACK, dict(recompute='block', dtype='float16', max_iters=9)),
+    (FULL_STACK, dict(recompute='selective', max_iters=9)),
     (FULL_STACK | CHANGES['many'], dict(optimizer='muon', max_iters=9)),
     *(pytest.param(FULL_STACK | CHANGES[name], dict(optimizer='muon', max_iters=9), id=name,
                    marks=pytest.mark.slow) for name in CHANGES if name != 'many'),
-    pytest.param(dict(FULL_STACK, n_embd=64), dict(optimizer='adamw8bit'),
-                 marks=pytest.mark.slow),
     *(pytest.param(FULL_STACK, dict(recompute=policy), marks=pytest.mark.slow)
       for policy in ('offload', 'mlp', 'every:3', 'sqrt'))])
-def test_resumed_is_uninterrupted(check_resume, config, settings, capsys):
+def test_resumed_is_uninterrupted(check_resume, config, settings):
     check_resume(config, **settings)
-    on_host = 'offload_optimizer' in {*settings, *settings.get('then', ())}
-    assert ('using AdamW on the host' in capsys.readouterr().out) == on_host
 
 
 def test_the_loss_scale_goes_on_where_it_stood(check_resume, tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 import gc
 import json
 import math
-import pickle
 import re
 import weakref
 
@@ -12,11 +11,11 @@ import torch
 import sample
 from config.gpt_config import GPTConfig
 from engine.requests.stopping import SampleText
-from kv.capacity import prefill_flops
+from kv.counts import prefill_flops
 from kv.plan import plan_kv
 from model import GPT
 from tests.programs.support import (
-    ALPHABET, LAUNCH, VANILLA, flags, in_terminal, load, meta_of, run_sample)
+    ALPHABET, LAUNCH, VANILLA, flags, in_terminal, load, make_tiny, run_sample)
 
 RULE = '---------------'
 KINDS = pytest.mark.parametrize('kind', ['vanilla', 'full'])
@@ -148,7 +147,7 @@ def test_the_cache_is_freed_before_a_smaller_one_is_allocated(trained, monkeypat
         caches.append(weakref.ref(made))
         return made
     monkeypatch.setattr(GPT, 'new_cache', new_cache)
-    monkeypatch.setattr('engine.steps.native.agrees', lambda *_: True)  # it has caches of its own
+    monkeypatch.setattr('engine.steps.native.difference', lambda *_: '')  # it has its own caches
     run_sample(capsys, out_dir=trained['full'], num_samples=5, parallel=4, report=False)
     assert len(caches) == 2
 
@@ -159,7 +158,7 @@ def test_a_run_is_sampled_without_its_data_set_and_without_dropout(
     text = run_sample(capsys, out_dir=trained['vanilla'], report=False)
     (own_data_root / 'tiny' / 'meta.pkl').unlink()
     if left == 'other tokens':
-        (own_data_root / 'tiny' / 'meta.pkl').write_bytes(pickle.dumps(meta_of(ALPHABET.upper())))
+        make_tiny(own_data_root, ALPHABET.upper())
     saved = load(trained['vanilla'] / 'ckpt.pt')
     saved['model_args']['dropout'] = 0.9
     torch.save(saved, tmp_path / 'ckpt.pt')
@@ -220,7 +219,7 @@ def test_in_a_terminal_lanes_are_drawn_and_each_text_is_printed(capsys, data_roo
     plain = samples_in(run_sample(capsys, **settings, native=False, report=False))
     status, out = watched(data_root, *flags(settings), '--parallel=2')
     visible = ESCAPE.sub('', out)
-    totals = r'tokens/s;\s+past\s+block_size:\s+recomputed'
+    totals = r'vanilla GPT-2: [\d.]+ .?B, [\d.]+x'
     assert status == 0 and len(plain) == 2
     for text in plain:
         assert re.search(totals + re.escape(f'\n{text}\n{RULE}\n'), visible)

@@ -56,6 +56,15 @@ def test_tensorboard_gets_evaluations_and_steps(tmp_path):
     assert [step for step, _ in scalars(tmp_path / 'out')['step/loss']] == list(range(15))
 
 
+def test_a_link_in_place_of_tensorboards_folder_is_refused(tmp_path):
+    (tmp_path / 'elsewhere').mkdir()
+    (tmp_path / 'out').mkdir()
+    (tmp_path / 'out' / 'tensorboard').symlink_to(tmp_path / 'elsewhere')
+    with pytest.raises(UserError, match='out/tensorboard is a link: delete it'):
+        run_train(tmp_path / 'out', tensorboard_log=True)
+    assert not list((tmp_path / 'elsewhere').iterdir())
+
+
 def no_key(**_):
     raise RuntimeError('no API key\nconfigured')
 

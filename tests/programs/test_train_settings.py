@@ -1,17 +1,14 @@
 """train.py with other optimizers, batches, roundings, losses and plans of memory."""
 import re
-import sys
 
 import pytest
 import torch
 
-import train
 import training.loss
 from config.errors import UserError
-from tests.programs.support import BOTH, FULL_STACK, VANILLA, load, losses, run_sample, run_train
+from tests.programs.support import BOTH, FULL_STACK, VANILLA, load, losses, run_train
 from training import batches
 
-WIDE = dict(VANILLA, n_embd=64)  # only tensors of at least 4096 numbers are kept in 8 bits
 # the time of a prediction grows with the number of layers
 LESS = dict(FULL_STACK, n_layer=4, layer_pattern='LG', kv_share='AB')
 
@@ -47,17 +44,6 @@ def test_another_optimizer_without_a_step_and_muon_with_a_shorter_context(tmp_pa
     assert len(after['optimizer']['state']) == len(before) - 1
 
 
-@pytest.mark.slow
-def test_what_was_trained_with_8_bits_is_sampled_without_torchao(tmp_path, monkeypatch, capsys):
-    run_train(tmp_path, WIDE, max_iters=2, eval_interval=2, optimizer='adamw8bit')
-    states = load(tmp_path / 'ckpt.pt')['optimizer']['state']
-    assert any('8bit' in str(state) for state in states.values())
-    for name in [name for name in sys.modules if name.partition('.')[0] == 'torchao']:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, 'torchao', None)
-    assert 'KV cache' in run_sample(capsys, out_dir=tmp_path)
-
-
 # -- the order of batches --------------------------------------------------------------------------
 
 def seen(tmp_path, monkeypatch, name, **settings):
@@ -82,57 +68,6 @@ def test_with_a_data_seed_batches_do_not_depend_on_the_weights(tmp_path, monkeyp
             (1, {}), (1, {}), (3, {})]))
     assert torch.equal(given, larger) and not torch.equal(given, other)
     assert torch.equal(none, again) and not torch.equal(none, none_larger)
-
-
-# -- int8 ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize('settings, said, near', [
-    (dict(int8_training=True), 'training 28 matrices of blocks in int8', 0.05),
-    (dict(int8_forward=True), 'rounding the weights and inputs of the blocks to int8', 0.1)],
-    ids=str)
-def test_training_in_int8_is_near_and_leaves_a_plain_checkpoint(
-        tmp_path, capsys, settings, said, near):
-    """The validation loss of int8_forward is the rounded model's."""
-    plain = run_train(tmp_path / 'plain', FULL_STACK)
-    run = run_train(tmp_path / 'rounded', FULL_STACK, **settings)
-    assert said in capsys.readouterr().out
-    expected, found = ([row['loss'] for row in each.rows] for each in (plain, run))
-    assert found != expected and found == pytest.approx(expected, abs=near)
-    types = [{name: x.dtype for name, x in load(each.path)['model'].items()}
-             for each in (plain, run)]
-    assert types[0] == types[1]
-    evaluated = []
-    for more in (settings, {}):
-        run_train(run.path.parent, FULL_STACK, init_from='resume', eval_only=True, **more)
-        evaluated.append(re.findall('^step .*', capsys.readouterr().out, re.M))
-    assert len(evaluated[0]) == len(evaluated[1]) == 1
-    assert (evaluated[0] != evaluated[1]) == ('int8_forward' in settings)
-
-
-# -- the attention z-loss --------------------------------------------------------------------------
-
-@pytest.mark.parametrize('dtype, n', [('float32', 4), ('float16', 2)])
-def test_the_z_loss_is_scaled_as_the_loss_is_and_not_logged(tmp_path, monkeypatch, dtype, n):
-    """By the number of micro-batches, and by the loss scale, which falls in the first iterations
-    here."""
-    plain, scaler, scales = train.Run.step, torch.amp.GradScaler, []
-
-    def step(run):
-        before = run.scaler.get_scale()
-        loss = plain(run)
-        scales.append((run.z_loss_scale.item(), before / n))
-        return loss
-    settings = dict(dtype=dtype, max_iters=12, gradient_accumulation_steps=n)
-    monkeypatch.setattr(torch.amp, 'GradScaler', lambda device, **more: scaler(
-        device, init_scale=2.0 ** 28, **more))
-    run_train(tmp_path / 'plain', FULL_STACK, **settings)
-    monkeypatch.setattr(train.Run, 'step', step)
-    run_train(tmp_path / 'with', FULL_STACK, attention_z_loss=0.1, **settings)
-    assert all(ours == wanted for ours, wanted in scales) and len(scales) == 13
-    assert (len(set(scales)) > 3) == (dtype == 'float16')
-    without, found = losses(tmp_path / 'plain'), losses(tmp_path / 'with')
-    assert without[0] == found[0] and without[1:] != found[1:]
 
 
 # -- half precision --------------------------------------------------------------------------------
@@ -176,15 +111,3 @@ def test_the_report_changes_no_loss(tmp_path, capsys, config):
         assert predicted == measured
     for policy in ('none', 'selective', 'mlp', 'block', 'sqrt'):
         assert re.search(f'^{policy} +.*%', out, re.M)
-
-
-@pytest.mark.parametrize('budget, policy', [
-    ('400KB', 'selective'), ('300KB', 'block'), ('', 'none')])
-def test_auto_takes_the_fastest_that_fits(tmp_path, capsys, budget, policy):
-    config = dict(LESS, max_iters=2, eval_interval=2, eval_iters=1, dtype='float32')
-    run_train(tmp_path / 'auto', config, recompute='auto', memory_budget=budget)
-    of = f'memory_budget={budget}' if budget else '.*B, 90% of what is free'
-    message = rf"^recompute='auto' is '{policy}': predicted peak [\d.]+ [kM]B, budget {of}$"
-    assert re.search(message, capsys.readouterr().out, re.M)
-    run_train(tmp_path / 'given', config, recompute=policy)
-    assert losses(tmp_path / 'auto') == losses(tmp_path / 'given')

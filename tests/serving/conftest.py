@@ -83,7 +83,8 @@ class InProcess:
                              tokenizer=tokenizer, **settings)
         self.metrics, self.logged = Metrics(), []
         self.worker = Worker(self.engine, max_waiting, self.metrics)
-        self.service = Service('tiny', tokenizer, LONGEST, 12, rows + max_waiting, TURN, 'a', 'b')
+        self.service = Service('tiny', tokenizer, model.config.vocab_size, LONGEST, 12,
+                               rows + max_waiting, TURN, 'a', 'b')
         self.worker.start()
         self.app = make_app(self.worker, self.service, Limits(max_body, timeout), keys,
                             self.logged.append, page, cors, shared_prefix)

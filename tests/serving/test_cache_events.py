@@ -183,7 +183,7 @@ def test_only_the_newest_of_waiting_views_is_sent():
                             cache_event=lambda view, received: view)
 
     async def sent(*batches):
-        generation = Generation(None, None, None, None)
+        generation = Generation(None, None, None)
         generation.reply = reply
         for batch in batches:
             generation.inbox.put_nowait(batch)

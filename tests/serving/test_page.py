@@ -18,7 +18,7 @@ def cells_of(slot, state):
     """What a lane has to show, from the plan and a recorded state of the engine."""
     positions = slot.positions(state['length'], LONGEST)
     size = (slot.capacity(LONGEST) if slot.kind == 'local' else
-            PAGE_SIZE // slot.stride * len(state['pages']))
+            PAGE_SIZE * len(state['pages']))
     return positions + [None] * (size - len(positions))
 
 

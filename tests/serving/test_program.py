@@ -7,6 +7,7 @@ import sys
 import urllib.request
 
 import pytest
+from starlette.testclient import TestClient
 
 import serve
 from config.errors import UserError
@@ -72,7 +73,8 @@ def test_wrong_settings(data_root, settings, named, monkeypatch):
 
 @pytest.mark.parametrize('settings, logs, page', [
     ({}, True, True), (dict(log_requests=False), False, True), (dict(page=False), True, False)])
-def test_the_log_and_the_page_can_be_switched_off(data_root, monkeypatch, settings, logs, page):
+def test_the_log_and_the_page_can_be_switched_off(data_root, monkeypatch, capsys, settings, logs,
+                                                  page):
     made = []
 
     def run(server, sockets):
@@ -81,7 +83,8 @@ def test_the_log_and_the_page_can_be_switched_off(data_root, monkeypatch, settin
         sockets[0].close()
     monkeypatch.setattr('serving.server.Server.run', run)
     serve.main(flags(SETTINGS | settings))
-    assert bool(made[0].request_log) == logs
+    TestClient(made[0].config.app).get('/none')
+    assert (' GET /none 404' in capsys.readouterr().out) == logs
     assert ('a chat page' in made[0].greeting) == page
     paths = {route.path for route in made[0].config.app.routes}
     watched = {f'/nanokv/{name}' for name in ('plan', 'completions', 'chat/completions')}

@@ -1,7 +1,6 @@
 """A server on a port: OpenAI's client, broken sockets, many connections, and shutdown."""
 import gc
 import json
-import logging
 import socket
 import threading
 
@@ -9,9 +8,10 @@ import openai
 import pytest
 
 from engine.requests.job import Job
+from engine.requests.params import SamplingParams
 from serving.app import Generation
 from serving.replies import Reply
-from serving.server import MAX_LOG_LINES, RequestLog
+from serving.worker import Ticket
 from tests.helpers.serving import TOKENIZER
 from tests.serving.conftest import USER, assert_free, eventually, expected, in_background
 
@@ -85,6 +85,39 @@ MALFORMED = [
     POST + b'Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n',
     b'GET /' + b'a' * 100_000 + b' HTTP/1.1\r\nHost: localhost\r\n\r\n',
 ]
+
+
+CHUNKED = b'0\r\n\r\n'
+# what servers may take for different requests
+AMBIGUOUS = [
+    *(POST + head + b'\r\n\r\n' + CHUNKED for head in (
+        b'Content-Length: 5\r\nTransfer-Encoding: chunked',
+        b'Transfer-Encoding: chunked\r\nContent-Length: 5',
+        b'Content-Length: 5\r\nContent-Length: 6', b'Content-Length: 5, 6', b'Content-Length: +5',
+        b'Content-Length : 5', b'Transfer-Encoding: identity', b'Transfer-Encoding: xchunked',
+        b'Transfer-Encoding: chunked, identity', b'Transfer-Encoding: \x0bchunked',
+        b'Transfer-Encoding: chunked\r\nTransfer-Encoding: identity',
+        b'X: a\rContent-Length: 5', b'X: a\0b')),
+    (POST + b'Content-Length: 5\r\nTransfer-Encoding: chunked\r\nOrigin: http://page.example\r\n'
+     b'Access-Control-Request-Method: POST\r\n\r\n').replace(b'POST /', b'OPTIONS /') + CHUNKED,
+    b'POST / HTTP/1.1\r\n Host: a\r\nHost: localhost\r\n\r\n', POST + b'Host: b\r\n\r\n']
+
+
+@pytest.mark.parametrize('data', AMBIGUOUS)
+def test_requests_of_ambiguous_length_are_refused_and_nothing_after_them_is_read(running, data):
+    server = running(cors='http://page.example')
+    answer = all_of(connect(server, data + b'GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n'))
+    assert answer.startswith(b'HTTP/1.1 400') and answer.count(b'HTTP/1.1') == 1
+    assert b'connection: close' in answer.lower()
+
+
+@pytest.mark.parametrize('head', [b'Transfer-Encoding:\r\n chunked', b'X: a\r\n Content-Length: 9'])
+def test_folded_headers_are_one_line(running, head):
+    """As RFC 9112, section 5.2, asks of a server that does not refuse them."""
+    get, body = b'GET /health HTTP/1.1\r\nHost: localhost\r\n', CHUNKED * (b'chunked' in head)
+    answer = all_of(connect(running(), get + head + b'\r\n\r\n' + body + get +
+                            b'Connection: close\r\n\r\n'))
+    assert answer.count(b'HTTP/1.1 200 OK') == 2 == answer.count(b'HTTP/1.1')
 
 
 def test_broken_requests_are_refused_and_leave_nothing_behind(running):
@@ -195,43 +228,14 @@ def test_at_the_end_who_takes_too_long_is_told(running, held, stream):
 
 
 @pytest.mark.parametrize('interrupted', [False, True])
-def test_at_the_end_saving_takes_as_long_as_it_takes_unless_it_is_interrupted(running, monkeypatch,
-                                                                              interrupted):
-    monkeypatch.setattr('serving.server.CLOSE_TIMEOUT', 0.1)
-    server, saved = running(), threading.Event()
-    monkeypatch.setattr(server.engine, 'close', lambda: saved.wait(60))
-    server.server.should_exit = True
-    eventually(lambda: server.worker.saving)
-    server.thread.join(1)
-    assert server.thread.is_alive()
-    if interrupted:
-        server.server.force_exit = True
-        server.thread.join(60)
-        assert not server.thread.is_alive() and server.worker.is_alive()
-    saved.set()
+def test_at_the_end_a_step_that_hangs_is_left_behind(running, held, monkeypatch, interrupted):
+    """After some seconds, or at a second Ctrl-C."""
+    monkeypatch.setattr('serving.server.CLOSE_TIMEOUT', 600.0 if interrupted else 0.1)
+    server = running(grace=0.0)
+    server.worker.submit(Ticket([([1, 2], SamplingParams(5))], lambda items: None))
+    stopping(server)
+    server.server.force_exit = interrupted
     server.thread.join(60)
-    eventually(lambda: not server.worker.is_alive())
-
-
-def test_an_output_that_is_stuck_holds_up_no_request(monkeypatch):
-    gate, printed = threading.Event(), []
-
-    def stuck(line, flush):
-        gate.wait(60)
-        printed.append(line)
-    monkeypatch.setattr('serving.server.print', stuck, raising=False)
-    log = RequestLog()
-    for k in range(2 * MAX_LOG_LINES):
-        log(str(k))  # returns
-    gate.set()
-    log.close(60)
-    assert printed[:3] == ['0', '1', '2']
-    assert len(printed) in (MAX_LOG_LINES, MAX_LOG_LINES + 1)  # the thread may have removed one
-
-
-def test_a_disk_that_fails_at_the_end_is_logged(running, monkeypatch, caplog):
-    server = running()
-    monkeypatch.setattr(server.engine, 'close', lambda: 1 / 0)
-    server.stop()
-    [record] = [record for record in caplog.records if record.name == 'nanokv.serving']
-    assert record.levelno == logging.ERROR and 'could not be saved' in record.message
+    assert not server.thread.is_alive() and server.worker.is_alive()
+    held.set()
+    server.worker.join(60)

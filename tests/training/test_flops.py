@@ -5,7 +5,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attention.masks import dense_mask
 from config.errors import UserError
-from kv.capacity import total_keys
+from kv.counts import total_keys
 from kv.plan import Layer
 from model import GPT, GPTConfig
 from tests.helpers.mechanisms import CHANGES, STACK
@@ -27,13 +27,6 @@ def test_attention_of_windows_by_hand():
 def test_keys_are_those_of_the_mask(T, window):
     layer = Layer(0, 'local' if window else 'global', window, 0, True)
     assert total_keys(layer, T) == dense_mask(T, T, window).sum().item()
-
-
-@pytest.mark.parametrize('T', [1, 4, 33])
-@pytest.mark.parametrize('stride', [2, 4, 40])
-def test_blocks_are_counted_once(T, stride):
-    keys = sum(i // stride + 1 for i in range(T))
-    assert total_keys(Layer(0, 'global', 0, 0, True, stride), T) == keys
 
 
 SHAPES = {'vanilla': VANILLA, 'full stack': FULL_STACK,

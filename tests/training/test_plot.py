@@ -3,12 +3,15 @@ import itertools
 import json
 import math
 import sys
+import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from config.errors import UserError
 from training import plot
+from training.log import RunLog
 from training.plot import UNITS, read_run
 from training.plotting import name_points, subplots
 
@@ -69,10 +72,26 @@ def test_every_axis_and_sparse_runs_can_be_drawn(tmp_path, capsys, monkeypatch, 
         plot.main([folder])
 
 
+@pytest.mark.parametrize('read, of_each_row', [
+    (read_run, 80),  # five numbers, and their copies
+    (lambda folder: RunLog(Path(folder), 10_000, [], True, False).file.close(), 0)])
+def test_a_long_log_is_read_row_by_row(tmp_path, read, of_each_row):
+    """Without its text and all values in memory at once."""
+    n = 5000
+    folder = write(tmp_path / 'out', (dict(iter=it, loss=1.0, note='x' * 500) for it in range(n)))
+    tracemalloc.start()
+    read(folder)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 500_000 + 2 * of_each_row * n
+    assert (tmp_path / 'out' / 'metrics.jsonl').read_text().count('\n') == n
+
+
 @pytest.mark.parametrize('content, argv, words', [
     (None, ['nowhere'], "nothing was logged in 'nowhere/metrics.jsonl'"),
     (b'', [], "nothing was logged in 'out/metrics.jsonl'"),
     (b'{"iter": 0, "loss": [1]}\n', [], 'out/metrics.jsonl is not a metrics.jsonl'),
+    (b'{"iter": 0, "loss": 1' + b'0' * 400 + b'}\n', [], 'is not a metrics.jsonl'),
     (b'{"iter": 0, "loss": 1.0}\n', ['--x=tokens'], 'tokens_per_second: use --x=iter'),
     *((None, [f'--out={path}'], f'{path} cannot be written')
       for path in ('no/such/folder.png', 'loss.abacus'))])

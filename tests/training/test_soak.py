@@ -25,7 +25,7 @@ KILLS = int(os.environ.get('KILLS', 3))
 EVERY = 10  # iterations between checkpoints
 SETTINGS = dict(  # a checkpoint of 21 MB, so that writing it takes a while
     TINY, n_layer=4, n_head=4, n_embd=192, batch_size=2, max_iters=20 * KILLS, eval_interval=50,
-    lr_decay_iters=20 * KILLS, checkpoint_interval=EVERY, keep_checkpoints=3, **HARD)
+    lr_decay_iters=20 * KILLS, checkpoint_interval=EVERY, **HARD)
 MOMENTS = 'writing', 'training', 'starting', 'writing', 'training', 'writing'
 STARTING = 4.0  # seconds: the longest time from the start of the process to a kill
 COMPARED = {'iter', 'loss', 'lr', 'grad_norm', 'train_loss', 'val_loss'}  # the rest are timings

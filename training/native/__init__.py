@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from attention import causal_attention
 from attention.rope import norm_and_rotate
+from config.gpt_config import unknown_field
 import extension
 from training import loss
 from training.device import multiplies_bfloat16, pick_dtype
@@ -77,13 +78,17 @@ def training_dtype(s, device: torch.device) -> torch.dtype:
 
 
 def speed_up(model) -> None:
-    """Let a GPT train with the extension, in place. Call it once `loss_fn` is set, and after
-    `training.z_loss.add_z_loss`, which needs all scores."""
+    """Let a GPT train with the extension, in place. Call it once `loss_fn` is set. Attention
+    stays torch's in a model with a setting that is not known here: it may change which keys a query
+    sees."""
+    known = not unknown_field(model.config, 'fast')
     for block in model.transformer.h:
-        block.attn.norm_and_rotate = normed_and_rotated
-        if block.attn.attend is causal_attention:
+        if block.attn.norm_and_rotate is norm_and_rotate:
+            block.attn.norm_and_rotate = normed_and_rotated
+        if known:
             block.attn.attend = attend
-        block.mlp.gelu.__class__ = GELU
+        if type(block.mlp.gelu) is nn.GELU:
+            block.mlp.gelu.__class__ = GELU
     if model.loss_fn is loss.linear_cross_entropy:
         model.transformer.wte.__class__ = Embedding
         model.loss_fn = functools.partial(linear_cross_entropy, model.transformer.wte)

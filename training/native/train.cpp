@@ -145,14 +145,14 @@ static void drop(const Attention& a, int64_t row, int64_t start, int64_t keys, f
         p[j] = mixed(mixed((uint32_t)(start + j) ^ key) + other) < limit ? 0 : p[j] * factor;
 }
 
-static void zero_outside(float* row, int64_t low, int64_t high, int64_t keys, float value = 0) {
+static void fill_outside(float* row, int64_t low, int64_t high, int64_t keys, float value) {
     std::fill(row, row + low, value);
     std::fill(row + high, row + keys, value);
 }
 
 // Scores (keys,) of one query -> weights, and the logarithm of their sum.
 static float softmax(float* row, int64_t low, int64_t high, int64_t keys, const float* sink) {
-    zero_outside(row, low, high, keys, -INFINITY);
+    fill_outside(row, low, high, keys, -INFINITY);
     f16x most16 = load(row);
     for (int64_t j = LANES; j < keys; j += LANES) {
         f16x x = load(row + j);
@@ -168,7 +168,6 @@ static float softmax(float* row, int64_t low, int64_t high, int64_t keys, const 
         store(row + j, e);
         total16 += e;
     }
-    zero_outside(row, low, high, keys);  // exp of -infinity is about 1e-38
     const float total = sum(total16) + (sink ? std::exp(*sink - most) : 0);
     for (int64_t j = 0; j < keys; j += LANES) store(row + j, load(row + j) * (1 / total));
     return most + std::log(total);
@@ -215,7 +214,7 @@ static void score_gradients(Unit& u, const Block& block, float* dsink) {
 
         for (int64_t j = 0; j < block.keys; j += LANES)
             store(p + j, exp16(load(p + j) - lse));
-        zero_outside(p, block.low(u, i), block.high(i), block.keys);
+        fill_outside(p, block.low(u, i), block.high(i), block.keys, 0);
         if (a.dropout > 0) drop(a, row, block.start, block.keys, dp);
         for (int64_t j = 0; j < block.keys; j += LANES)
             store(dp + j, load(p + j) * (load(dp + j) - mean));
@@ -369,7 +368,7 @@ static float cross_entropy(float* x, int64_t n, int64_t target) {
         store(x + i, e);
         total16 += e;
     }
-    for (int64_t i = whole; i < n; i++) total += x[i] = std::exp(x[i] - most);
+    for (int64_t i = whole; i < n; i++) total += x[i] = exp1(x[i] - most);
     total += sum(total16);
     for (int64_t i = 0; i < n; i++) x[i] *= 1 / total;
     x[target] -= 1;

@@ -4,8 +4,6 @@ import json
 
 import pytest
 
-from data.making import stream
-from data.making.stream import batches
 from tests.data.support import DOCUMENTS, contents
 
 
@@ -26,10 +24,3 @@ def run(load_prepare, tiny, dump, tmp_path):
         load_prepare(name).main([*given, f'--out={out}', '--workers=1', '--val=0.1', *argv])
         return contents(out)
     return run
-
-
-@pytest.fixture
-def small(monkeypatch):
-    """Small batches and frequent checkpoints."""
-    monkeypatch.setattr(batches, '__defaults__', (500,))
-    monkeypatch.setattr(stream, 'CHECKPOINT', 1000)

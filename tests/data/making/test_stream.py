@@ -8,7 +8,7 @@ import pytest
 
 from config.errors import UserError
 from data.making.stream import batches, encode_batch, encoded, file_documents, hub_documents
-from tests.data.support import DOCUMENTS, Rows, contents, fake_hub, ids_of
+from tests.data.support import DOCUMENTS, contents, fake_hub, ids_of
 
 
 def expected(tiny, share=0.1):
@@ -37,8 +37,7 @@ def test_threads_keep_the_order_and_read_no_further_than_needed(tiny):
             yield [f'document {i}'] * 3
 
     def plain(result):
-        train, val, n = result
-        return train.tolist(), val.tolist(), n
+        return [tokens.tolist() for tokens in result]
 
     results = encoded(source(), tiny, 0.1, workers=2)
     first = next(results)
@@ -52,9 +51,9 @@ def test_half_a_surrogate_pair_is_a_replacement_character(tiny, tmp_path):
     lines = [r'{"text": "a \ud83d b"}', r'{"text": "a \udc00 b"}', r'{"text": "\ud83d\ude00"}']
     (tmp_path / 'x.jsonl').write_text('\n'.join(lines * 9))
     documents = list(file_documents([tmp_path / 'x.jsonl']))
-    train, val, n = encode_batch(['', *documents, ''], tiny, 1e-9)  # empty ones give no tokens
+    train, val = encode_batch(['', *documents, ''], tiny, 1e-9)  # empty ones give no tokens
     expected = 'a \ufffd b<|endoftext|>' * 2 + '\U0001f600<|endoftext|>'
-    assert tiny.decode(train) == expected * 9 and (val.size, n) == (0, len(documents) + 2)
+    assert tiny.decode(train) == expected * 9 and val.size == 0
     splits = [encode_batch(['a %s b' % half], tiny, 0.5)[1].size for half in '\ud83d\udc00\ud800']
     assert len(set(splits)) == 1
 
@@ -65,8 +64,8 @@ def test_half_a_surrogate_pair_is_a_replacement_character(tiny, tmp_path):
     ('x.jsonl', 'garbage', 'line 1'), ('x.jsonl', '{"text": 5}', 'line 1'),
     ('x.csv', 'a', r'\.jsonl, \.txt and \.parquet'),
     ('x.jsonl', None, 'no file'), ('x.txt', b'\xff\xfe', 'not UTF-8'),
-    ('x.txt', '', 'none of 0 documents is for train'),
-    ('x.txt', 'one\n', 'none of 1 documents is for val'),
+    ('x.txt', '', 'none of the documents is for train'),
+    ('x.txt', 'one\n', 'none of the documents is for val'),
     *((None, None, option) for option in ('--val=2', '--max_tokens=0', '--workers=x', '--sample=x'))
 ])
 def test_bad_dumps_and_options(run, tmp_path, name, content, words):
@@ -85,8 +84,7 @@ def test_documents_of_text_files_are_lines(tmp_path):
     (tmp_path / 'b.jsonl').write_text('{"text": "four\\nlines"}\n\n{"text": "five"}')
     files = [tmp_path / 'a.txt', tmp_path / 'b.jsonl']
     documents = ['one', '', 'thrée\u2028x', 'four\nlines', 'five']
-    for skip in range(7):
-        assert list(file_documents(files, skip)) == documents[skip:]
+    assert list(file_documents(files)) == documents
 
 
 @pytest.mark.parametrize('name, path, config, sample', [
@@ -99,23 +97,28 @@ def test_the_hub_is_streamed_and_datasets_with_scripts_as_parquet(run, monkeypat
         if revision is None and config is None:
             raise RuntimeError('Dataset scripts are no longer supported, but found x.py')
         assert revision == (None if config else 'refs/convert/parquet')
-        return Rows([{'text': None}, *({'text': text} for text in DOCUMENTS)])
+        return [{'text': None}, *({'text': text} for text in DOCUMENTS)]
 
     fake_hub(monkeypatch, load_dataset)
     assert run(*sample, name=name, source=None) == run(), 'the same documents from a file'
-    assert list(hub_documents(path, config, skip=1)) == DOCUMENTS
-    assert next(iter(hub_documents(path, config))) == ''
+    assert list(hub_documents(path, config)) == DOCUMENTS
 
 
+@pytest.mark.parametrize('asked', [False, True])
 @pytest.mark.parametrize('error, words', [
     (ConnectionError("Couldn't reach\nthe Hub"),
      "x/y.*hub: ConnectionError: Couldn't reach the Hub"),
     (KeyError('text'), "the column 'text' of x/y")])
-def test_hub_that_fails_is_one_line(monkeypatch, error, words):
+def test_hub_that_fails_is_one_line(monkeypatch, error, words, asked):
+    """Also if it fails when it is asked whether it is there: `load_dataset` would try for long,
+    unless the answer is an HTTP error such as a missing file (here, LookupError)."""
+    unanswered = asked and not isinstance(error, LookupError)
+
     def load_dataset(*args, **kwargs):
+        assert not unanswered
         raise error
 
-    fake_hub(monkeypatch, load_dataset)
+    fake_hub(monkeypatch, load_dataset, error=error if asked else None)
     with pytest.raises(UserError, match=words) as caught:
         list(hub_documents('x/y', 'config'))
     assert '\n' not in str(caught.value)
@@ -138,4 +141,4 @@ def test_parquet_and_json_through_the_real_package(tmp_path, dump):
     pyarrow.parquet.write_table(pyarrow.table({'text': DOCUMENTS, 'id': range(400)}),
                                 tmp_path / 'dump.parquet')
     assert list(hub_documents('json', data_files=str(dump))) == DOCUMENTS
-    assert list(file_documents([tmp_path / 'dump.parquet'], 7)) == DOCUMENTS[7:]
+    assert list(file_documents([tmp_path / 'dump.parquet'])) == DOCUMENTS

@@ -13,7 +13,7 @@ from data.gpt2_bpe import END_OF_TEXT
 from data.making import textfiles
 from data.making.textfiles import find_files, scan, split
 from data.making.writer import write_dataset
-from data.tokenfiles import MAGIC, open_split, read_meta
+from data.tokenfiles import open_split, read_meta
 from tests.data.support import contents, ids_of, texts_of
 
 
@@ -138,14 +138,12 @@ def test_equal_files_are_in_one_split(tmp_path, n_texts, size):
 
 def test_a_dataset_of_other_origin_is_only_replaced_when_asked_to(run, root, tmp_path):
     (tmp_path / 'book.txt').write_text('Some text. ' * 10)
-    for name, file in (('mine', 'train.bin'), ('alphabet', 'meta.pkl'),
-                       ('llm_c', 'fineweb_train_000001.bin')):
+    for name, file in (('mine', 'train.bin'), ('alphabet', 'meta.pkl')):
         (root / name).mkdir()
-        content = MAGIC.to_bytes(4, 'little') * 256 if name == 'llm_c' else b'mine'
-        (root / name / file).write_bytes(content)
+        (root / name / file).write_bytes(b'mine')
         with pytest.raises(UserError, match=f"'{file}', which this program did not make.*--overw"):
             run('--input', tmp_path / 'book.txt', name=name)
-        assert [path.read_bytes() for path in (root / name).iterdir()] == [content]
+        assert [path.read_bytes() for path in (root / name).iterdir()] == [b'mine']
         (root / name / 'source.json').write_text('{"made_by": "something else"}')
         with pytest.raises(UserError, match='--overwrite'):
             run('--input', tmp_path / 'book.txt', name=name)
@@ -226,7 +224,7 @@ def test_a_file_that_changes_meanwhile_is_an_error_and_the_older_dataset_stays(r
         run('--input', path)
     assert len(ids_of(root / 'text', 'train')) == len(old[0]) == 90
     assert {p.name for p in (root / 'text').iterdir()} == {
-        'meta.pkl', 'source.json', 'train.bin', 'val.bin'}
+        'checksums.json', 'meta.pkl', 'source.json', 'train.bin', 'val.bin'}
 
 
 def test_memory_does_not_grow_with_the_files(root, tmp_path):

@@ -3,6 +3,7 @@ import contextlib
 import re
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,47 @@ def test_states_by_hand():
         state = 3 * 2 * 8 * 3 * conv + 2 * 8 * 8 * 4  # the recurrent ones are always float32
         assert found['bytes'] == 2 * (2 * state + 2 * 10 * 2 * 4 * (8 * element + scale))
         assert found['engines']['vLLM, decode'] is None
+
+
+SMALL = dict(hidden_size=48, intermediate_size=40, num_hidden_layers=4, num_attention_heads=4,
+             num_key_value_heads=2, head_dim=12, vocab_size=99, pad_token_id=0)
+LISTED = dict(num_experts_per_tok=1, n_routed_experts=2, mlp_layer_types=['dense'] * 4)
+
+
+@pytest.mark.parametrize('config, nbytes', [
+    (dict(model_type='gpt_neo', num_layers=12, num_heads=12, hidden_size=768,
+          attention_types=[[['global', 'local'], 6]]), 6 * (2048 + 256) * 2 * 12 * 64 * 2),
+    (dict(model_type='dots3_note'), 13 * 2048 * (512 + 64 + 128) * 2 + 33 * 512 * 1088 * 2),
+    (SMALL | dict(model_type='minimax', attn_type_list=[0, 0, 0, 1]),
+     3 * 4 * 12 * 12 * 2 + 2048 * 2 * 2 * 12 * 2),
+    (SMALL | dict(model_type='mimo_v2_flash', hybrid_layer_pattern=[0, 1, 1, 1], v_head_dim=8,
+                  sliding_window=7, n_routed_experts=8), (2048 + 3 * 7 * 2) * 2 * (12 + 8) * 2),
+    (dict(model_type='llama4', text_config=SMALL | dict(attention_chunk_size=None)),
+     4 * 2048 * 2 * 2 * 12 * 2),
+    # with cross-attention in 8 of 40 layers
+    (dict(model_type='mllama'), 32 * 2048 * 2 * 8 * 128 * 2),
+    *[(dict(model_type=name, text_config=SMALL | LISTED), 4 * 2048 * 2 * 2 * 12 * 2)
+      for name in ('emu3', 'deepseek_ocr2')],
+    *[(dict(model_type=name, thinker_config=dict(text_config=SMALL | dict(
+        head_dim=128, hidden_size=512))), 4 * 2048 * 2 * 2 * 128 * 2)
+      for name in ('qwen2_5_omni', 'qwen3_omni_moe')],
+    (dict(model_type='paddleocr_vl'), 18 * 2048 * 2 * 2 * 128 * 2),
+    (dict(model_type='kosmos-2'), 24 * 2048 * 2 * 2048 * 2),
+    (dict(model_type='ernie4_5_vl_moe'), 28 * 2048 * 2 * 4 * 128 * 2)])
+def test_more_models_by_hand(config, nbytes):
+    assert account(config, max_seq_len=2048)['bytes'] == nbytes
+
+
+@pytest.mark.parametrize('change, names', [
+    (dict(full_attn_idxs=[1], use_sliding_window=False, attention_bias=True, sliding_window=None),
+     ['full_attn_idxs, use_sliding_window']),
+    (dict(quantization_config=dict(kv_cache_scheme=dict(num_bits=8, type='float'))),
+     ['kv_cache_scheme']),
+    (dict(quantization_config=dict(kv_cache_quant_algo='FP8', kv_cache_scheme=None)),
+     ['kv_cache_quant_algo'])])
+def test_what_is_not_applied_is_told(change, names):
+    notes = account(LLAMA | change)['assumed']
+    assert [re.split(':| is not', note)[0] for note in notes] == names
 
 
 @pytest.mark.parametrize('change', [
@@ -148,6 +190,12 @@ def test_a_config_runs_no_code_of_its_own(monkeypatch):
 
 @pytest.mark.parametrize('config, options, message', [
     (dict(model_type='qwen3_moe', num_experts=10 ** 9), {}, 'at most 2,000 make sense'),
+    (LLAMA | dict(num_hidden_layers=2001), {}, 'num_hidden_layers=2001: at most 2,000 make sense'),
+    (dict(model_type='gpt_neo', attention_types=[[['global', 'local'], 10 ** 9]]), {},
+     'attention_types=1000000000: at most 1,000,000 make sense'),
+    (dict(model_type='swin', depths=[10 ** 7, 2]), {}, 'depths=10000000: at most 1,000,000'),
+    (LLAMA | dict(depths=[1] * (10 ** 6 + 1)), {}, r'depths=\[1, .*: at most 1,000,000'),
+    (LLAMA | dict(num_blocks=10 ** 9), {}, 'num_blocks=1000000000: at most 1,000,000'),
     (dict(model_type='gemma3n_text', num_hidden_layers=4, num_kv_shared_layers=4,
           layer_types=['sliding_attention', 'full_attention'] * 2), {},
      'cannot build or run this gemma3n_text'),
@@ -160,6 +208,21 @@ def test_a_config_runs_no_code_of_its_own(monkeypatch):
 def test_what_is_refused(config, options, message):
     with pytest.raises(UserError, match=message):
         account(config, **options)
+
+
+def test_building_ends_after_some_calls(monkeypatch):
+    """Layers times experts may be many although neither number is."""
+    monkeypatch.setattr('kv.models.build.MOST_CALLS', 300)
+    assert account(LLAMA | dict(num_hidden_layers=1))['n_layer'] == 1
+    with pytest.raises(UserError, match='more than 300 calls of torch'):
+        account(LLAMA)
+
+
+def test_names_of_labels_take_no_memory():
+    tracemalloc.start()
+    account(LLAMA | dict(num_hidden_layers=1, num_labels=3 * 10 ** 5))
+    assert tracemalloc.get_traced_memory()[1] < 20 * 2 ** 20
+    tracemalloc.stop()
 
 
 def test_a_decoder_of_an_encoders_family():

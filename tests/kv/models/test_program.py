@@ -37,6 +37,16 @@ def test_shared_caches_are_shown(tmp_path, capsys):
     assert '3, read by 4' in ' '.join(capsys.readouterr().out.split())
 
 
+def test_only_our_own_lines(tmp_path):
+    """Packages of others print their warnings elsewhere."""
+    odd = dict(attention_types=[[['global', 'local'], 1]], num_layers=2, torch_dtype='float16',
+               rope_scaling=dict(type='linear', factor=2.0, odd=1))
+    done = subprocess.run([sys.executable, '-m', 'kv', write(
+        tmp_path / 'model', odd | dict(model_type='gpt_neo'))], cwd=ROOT, capture_output=True,
+        text=True)
+    assert (done.returncode, done.stderr) == (0, '') and done.stdout.startswith('gpt_neo: 2 layers')
+
+
 @pytest.mark.parametrize('config, message', [
     ('{', 'cannot be read'), ('[]', 'holds list, not an object'), ({}, 'model_type=None')])
 def test_damaged_files_are_one_line(config, message, tmp_path):
@@ -63,9 +73,14 @@ def test_mistakes(argv, message, tmp_path):
 def test_a_name_on_the_hub(tmp_path, monkeypatch):
     """`owner/name` is looked up; without a connection, or the model, the hub's words are shown."""
     import huggingface_hub
+
+    def not_there(url, timeout):
+        raise ConnectionError('no connection')
     path = Path(write(tmp_path / 'model', LLAMA)) / 'config.json'
     monkeypatch.setattr(huggingface_hub, 'hf_hub_download',
-                        lambda name, file: {('some/llama', 'config.json'): path}[name, file])
+                        lambda name, file, **_: {('some/llama', 'config.json'): path}[name, file])
+    monkeypatch.setattr(huggingface_hub, 'get_hf_file_metadata', not_there)
     assert read_config('some/llama') == LLAMA
-    with pytest.raises(UserError, match="'some/other': no such folder, and the hub's config.json"):
+    with pytest.raises(UserError, match="'some/other': no such folder, and the hub's config.json.*"
+                                        'no connection'):
         read_config('some/other')

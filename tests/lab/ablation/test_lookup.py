@@ -12,7 +12,7 @@ from lab.ablation import lookup as looking
 from lab.ablation import tables
 from lab.ablation.summary import lookup_of_row
 from lab.ablation.tables import listed
-from model import GPT, model_args
+from model import GPT
 from tests.lab.ablation.test_ablate import LADDER
 
 TASK = LookupTask(block_size=60, pairs=(9, 2, 5), gap=11, n_keys=30, n_values=20)
@@ -60,36 +60,15 @@ def test_facts_are_the_most_up_to_which_all_numbers_are_recalled(oracle):
     assert found['by_distance'] == {8: 1.0, 16: 1.0, 32: 0.0}
 
 
-def test_solved_from_the_checkpoint_on_after_which_all_are(tmp_path, monkeypatch):
-    model = GPT(CONFIG)
-    for name, iteration in (('ckpt', 40), ('ckpt_10', 10), ('ckpt_20', 20), ('ckpt_30', 30),
-                            ('ckpt_best', 20)):
-        model.transformer.ln_f.bias.data[0] = iteration
-        torch.save({'model': model.state_dict(), 'model_args': model_args(CONFIG),
-                    'iter_num': iteration, 'best_val_loss': 0.0, 'config': {}, 'optimizer': {}},
-                   tmp_path / f'{name}.pt')
-
-    def answered(right):
-        def by_iteration(model, kv_dtype, task, n, rows):
-            at = int(model.transformer.ln_f.bias[0])
-            return torch.arange(100) < (100 if at in right else 98), None
-        return by_iteration
-    for right, expected in (((30, 40), 30), ((10, 30, 40), 30), ((10, 20, 30, 40), 10),
-                            ((10, 20, 30), None)):
-        monkeypatch.setattr(looking, 'answered', answered(right))
-        assert looking.solved_at(tmp_path, CONFIG, TASK) == expected
-
-
 def test_what_the_table_says():
-    def run(facts, at):
+    def run(facts):
         return {'accuracy': {'2': 1.0, '4': facts / 4}, 'by_distance': {'8': 0.5}, 'facts': facts,
-                'bytes_per_fact': 60 / facts if facts else None, 'solved_at': at, 'kv_bytes': 60,
+                'bytes_per_fact': 60 / facts if facts else None, 'kv_bytes': 60,
                 'rows': 8, 'gap': 3, 'n_values': 50, 'local_reach': 2}
-    found = lookup_of_row([run(4, 50), run(0, None), run(4, 100)])
+    found = lookup_of_row([run(4), run(0), run(4)])
     row = {'name': 'a', 'side': False, 'above': '', 'lookup': found}
     table = tables.lookups([row])
-    assert table.rows[0][1:] == ('100.0 (0.0)', '66.7 (57.7)', '4 (x2), 0', '60', '15 (x2)',
-                                 '50, never, 100')
+    assert table.rows[0][1:] == ('100.0 (0.0)', '66.7 (57.7)', '4 (x2), 0', '60', '15 (x2)')
     assert 'chance is 2.0' in table.title
     table = tables.lookup_distances([row])
     assert table.columns[1:] == ('8 to 15',) and table.rows[0][1:] == ('50.0 (0.0)',)

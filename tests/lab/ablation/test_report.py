@@ -195,8 +195,11 @@ def test_the_files_of_a_report(summary, tmp_path):
 def drawn(monkeypatch, tmp_path):
     """draw(summary) -> {picture: its axes}. No pixels are computed, as that takes the most time."""
     seen = []
-    monkeypatch.setattr(pyplot.Figure, 'savefig',
-                        lambda figure, *args, **keys: seen.append(figure.axes[0]))
+
+    def savefig(figure, path, **keys):
+        path.touch()
+        seen.append(figure.axes[0])
+    monkeypatch.setattr(pyplot.Figure, 'savefig', savefig)
 
     def draw(summary):
         seen.clear()

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 import bench
+from config.errors import UserError
 from lab.benchmarks import setting, table
 from tests.programs.support import flags
 
@@ -76,3 +77,11 @@ def test_prompts_come_again_and_edited(run, monkeypatch):
         kept = n - n // 50
         assert edited[:kept] == cold[:kept] and edited[kept:] != again[kept:]
     assert 'edited' in table.section('x', document)
+
+
+@pytest.mark.parametrize('change, named', [
+    (dict(device='meta'), 'device='), ({}, 'needs vLLM: lab/scripts/vllm_env.sh')])
+def test_where_vllm_does_not_run(change, named, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'vllm', None)
+    with pytest.raises(UserError, match=named):
+        bench.main(flags(FLAGS | dict(mode='serve', output_lengths=4) | change))

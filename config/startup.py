@@ -1,4 +1,11 @@
-"""Turn a missing required package into a one-line error; this must be imported first."""
+"""What must happen before torch is imported, so that programs import this first.
+
+A missing required package becomes a one-line error. Threads of OpenMP sleep soon: by default GNU's
+spin for milliseconds at the end of each region, until the slowest thread has come. Where other
+programs keep that thread from running, the spinning uses up the time in which it could have run,
+and a training step takes many times as long as with one thread. 1,000 rounds are what the library
+itself takes where threads outnumber processors.
+"""
 import os
 import sys
 from pathlib import Path
@@ -19,4 +26,7 @@ def excepthook(kind, error, trace):
           f'install with {python} -m pip install -e {root} (or make demo)', file=sys.stderr)
 
 
+# the user's own choice comes first
+if 'OMP_WAIT_POLICY' not in os.environ:
+    os.environ.setdefault('GOMP_SPINCOUNT', '1000')
 previous, sys.excepthook = sys.excepthook, excepthook

@@ -1,5 +1,4 @@
-"""int8 with a scale per row, of weights and activations: `engine.weights.quantized` computes with
-it, and `training.int8_forward` trains for it."""
+"""int8 with a scale per row, of weights and activations, for `quantized`."""
 import torch
 from torch.nn import functional as F
 

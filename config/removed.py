@@ -1,0 +1,24 @@
+"""Settings that earlier versions had: an old flag, config file or checkpoint gets an answer."""
+
+COMMIT = '461914ad'  # the last one that has them
+KEYS = (  # names of settings
+    'act_clamp', 'attention_z_loss', 'away', 'bandwidth', 'flops', 'hit_rate', 'int8_forward',
+    'int8_training', 'keep_checkpoints', 'kv_stride', 'memory_budget', 'message_tokens',
+    'new_tokens', 'offload_optimizer', 'page_sizes', 'prefix_disk_budget', 'prefix_folder', 'price',
+    'requests_per_second', 'tpot', 'utilization',
+)
+VALUES = {  # name of a setting that stays -> values that it no longer takes
+    'against': ('hf', 'llama.cpp'),
+    'mode': ('chat', 'lengths'),
+    'optimizer': ('adamw8bit',),
+    'recompute': ('auto',),
+}
+
+
+def removed(name: str, value=None) -> str:
+    """Return '' or the sentence that says which commit still has a setting, or a value of it."""
+    if name in KEYS:
+        return f'{name} was removed; commit {COMMIT} has it'
+    if value in VALUES.get(name, ()):
+        return f'{name}={value!r} was removed; commit {COMMIT} has it'
+    return ''
