@@ -178,7 +178,7 @@ def test_on_a_phone(markup_server, visit):
 def visit_a_larger_model(server, visit, length, rings, size, text='x'):
     """A plan with rings and one global slot, and a reply whose only cache event has `length`
     positions."""
-    stores = dict(position_nbytes=64, state_nbytes=0, tied=True, latent=False, stride=1)
+    stores = dict(position_nbytes=64, state_nbytes=0, tied=True, latent=False)
     slots = [dict(slot=i, kind='local', window=ring, capacity=ring, owner=i, layers=[i], **stores)
              for i, ring in enumerate(rings)]
     slots.append(dict(slot=len(rings), kind='global', window=0, capacity=16384, owner=len(rings),
