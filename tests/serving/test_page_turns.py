@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import expect
 
 from serving.watch import gemma_shaped
-from tests.serving.browser import MARKUP, answering, drawn, number, said, send, start, streamed
+from tests.serving.browser import answering, drawn, number, said, send, start, streamed
 from tests.serving.conftest import LONGEST, MODEL
 
 pytestmark = pytest.mark.slow
@@ -216,32 +216,6 @@ def test_a_word_and_its_cells(markup_server, visit):
     expect(lit).to_have_count(0)
 
 
-def test_a_saved_turn_replays_alone(markup_server, visit, chromium, tmp_path):
-    """To the same cells, from a file that asks for nothing and in which no text is markup."""
-    page = visit(markup_server())
-    send(page, MARKUP, tokens=RING + 20)
-    lanes, frames, shown = drawn(page), page.evaluate('nanokv.frames'), bars(page)
-    text = page.locator('.assistant').inner_text()
-    for button, kind in (('Save this turn', 'turn.html'), ('PNG', 'cache.png')):
-        with page.expect_download() as download:
-            page.get_by_role('button', name=button).click()
-        assert download.value.suggested_filename == f'nanokv-{kind}'
-        download.value.save_as(tmp_path / kind)
-    assert (tmp_path / 'cache.png').read_bytes().startswith(b'\x89PNG')
-    alone, wrong = chromium.new_context(viewport=dict(width=1280, height=800)).new_page(), []
-    alone.on('request', lambda request: wrong.append(request.url))
-    alone.on('console', lambda message: wrong.append(message.text))
-    alone.on('pageerror', lambda error: wrong.append(str(error)))
-    alone.goto(f'file://{tmp_path}/turn.html')
-    alone.locator('#speed').select_option('whole')
-    expect(alone.locator('#moment')).to_have_text('end')
-    assert drawn(alone) == lanes and alone.evaluate('nanokv.frames') == frames
-    assert bars(alone) == shown and alone.locator('.user span').inner_text() == MARKUP
-    assert alone.locator('.assistant').inner_text() == text
-    assert wrong == [f'file://{tmp_path}/turn.html'] and alone.locator('img').count() == 0
-    alone.context.close()
-
-
 @pytest.mark.parametrize('speed', ['4', 'whole'])
 def test_the_speed_changes_while_a_replay_plays(markup_server, visit, speed):
     """It ends with the cells that the turn ended with."""
@@ -264,6 +238,7 @@ def test_bars_of_a_picture_are_in_the_ratio_of_the_bytes(markup_server, visit, t
     send(page, 'ab1', tokens=RING + 20)
     with page.expect_download() as download:
         page.get_by_role('button', name='PNG').click()
+    assert download.value.suggested_filename == 'nanokv-cache.png'
     download.value.save_as(tmp_path / 'cache.png')
     picture = base64.b64encode((tmp_path / 'cache.png').read_bytes()).decode()
     runs = page.evaluate("""async url => {  // of one colour, in each row from where bars begin
