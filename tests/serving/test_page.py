@@ -270,13 +270,3 @@ def test_ten_thousand_positions(markup_server, visit):
         box = page.locator('#turns').bounding_box()
         top = page.locator('.later').evaluate('node => node.getClientRects()[0].top')
         assert box['y'] - 1 <= top < box['y'] + box['height']  # it scrolls by whole pixels
-
-
-def test_a_server_without_cache_events(markup_server, visit):
-    """It still chats."""
-    page = visit(markup_server(), routes={'nanokv/plan': dict(status=404, json={})})
-    send(page, 'ab')
-    expect(page.locator('.note')).to_contain_text('prompt tokens reused')
-    expect(page.locator('#cache')).to_be_hidden()
-    assert all('404' in text for text in page.wrong)
-    page.wrong.clear()
