@@ -214,11 +214,13 @@ def chromium():
 
 @pytest.fixture
 def markup_server(running, monkeypatch):
-    """`markup_server(**settings)`: a server whose tokens can write markup; a line is a turn."""
+    """`markup_server(**settings)`: a server whose tokens can write markup, and which sends a cache
+    event at each step. A line is a turn."""
     assert len(ALPHABET) == MODEL.config.vocab_size
     tokenizer = CharTokenizer({c: i for i, c in enumerate(ALPHABET)}, dict(enumerate(ALPHABET)))
     monkeypatch.setattr('tests.serving.conftest.TOKENIZER', tokenizer)
     monkeypatch.setattr('tests.serving.conftest.TURN', Template('{name}:{text}\n'))
+    monkeypatch.setattr('serving.worker.VIEW_INTERVAL', 0.0)  # to replay each step
     return running
 
 
