@@ -235,7 +235,7 @@ def visit(chromium):
     """`visit(server, **context)` opens the page. It may not fail, print, or ask other servers."""
     opened = []
 
-    def go(server, routes=None, size=(1280, 800), speed='1', **settings):
+    def go(server, routes=None, size=(1280, 800), **settings):
         context = chromium.new_context(viewport=dict(zip(('width', 'height'), size)), **settings)
         page, origin, wrong = context.new_page(), f'http://127.0.0.1:{server.port}/', []
         page.on('pageerror', lambda error: wrong.append(str(error)))
@@ -245,7 +245,6 @@ def visit(chromium):
             page.route(origin + path, answering(answer))
         opened.append(SimpleNamespace(context=context, wrong=wrong))
         page.goto(origin)
-        page.evaluate("speed => { document.getElementById('speed').value = speed }", speed)
         page.wrong = wrong
         return page
     yield go

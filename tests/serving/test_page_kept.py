@@ -112,17 +112,6 @@ def test_a_full_storage_drops_the_oldest(markup_server, visit):
     assert texts(page)[::2] == ['ab1', 'in']
 
 
-def test_a_reused_prompt_is_not_called_the_visitors_text(markup_server, visit):
-    server = markup_server()
-    for text in ('ab1ab1ab', 'ab1ab1ab1'):  # two visitors
-        page = visit(server)
-        send(page, text, plain=True)
-        page.locator('#speed').select_option('slow')
-        page.locator('#play').click()
-    expect(page.locator('#note')).to_contain_text('from an earlier request')
-    assert 'your text' not in page.locator('main').inner_text()
-
-
 def test_it_says_that_a_request_waits(markup_server, visit, held):
     page, status = visit(markup_server()), lambda: page.get_by_role('status').first
     expect(status()).to_be_empty()

@@ -17,6 +17,7 @@ def factors(page):
 def test_factors_of_the_ratio_from_the_first_view(markup_server, visit):
     page = visit(markup_server())
     expect(page.locator('header')).to_contain_text('nanoKV')
+    expect(page.locator('.intro')).to_contain_text('Send it the beginning of a text')
     expect(page.locator('#ratio')).to_contain_text(f'after {LONGEST} tokens, the most')
     planned = MODEL.plan.factors(LONGEST, 'float64')
     assert factors(page) == pytest.approx([planned[name] for name in

@@ -151,24 +151,6 @@ def test_bars_are_the_servers_bytes_at_every_step(markup_server, visit):
     assert plan['parameters'] == sum(p.numel() for p in MODEL.parameters())
 
 
-def test_a_first_visit_explains_itself_slowly(markup_server, visit):
-    """An invitation; then a sentence for each event, while the reply is drawn later than it comes."""
-    page = visit(markup_server(), speed='slow')
-    expect(page.locator('.intro')).to_contain_text('Send it the beginning of a text')
-    page.locator('#tokens').fill(str(RING + 9))
-    page.locator('#text').fill('ab1')
-    page.locator('#send').click()
-    expect(page.locator('#note')).to_contain_text('tokens of the prompt were read at once')
-    expect(page.locator('.intro')).to_have_count(0)
-    expect(page.locator('#send')).to_be_enabled()
-    assert page.evaluate('nanokv.frame().length') < RING + 11      # not at the end yet
-    expect(page.locator('#note')).to_contain_text('overwrites the oldest', timeout=30_000)
-    assert page.evaluate('nanokv.frame().length') >= RING
-    expect(page.locator('#note')).to_contain_text('stores nothing itself', timeout=60_000)
-    page.locator('#speed').select_option('whole')
-    expect(page.locator('#moment')).to_have_text('end')
-
-
 def test_a_word_and_its_cells(markup_server, visit):
     page = visit(markup_server())
     send(page, 'ab1', tokens=RING + 6, plain=True)
@@ -207,12 +189,11 @@ def test_a_word_and_its_cells(markup_server, visit):
 
 
 @pytest.mark.parametrize('speed', ['4', 'whole'])
-def test_the_speed_changes_while_a_replay_plays(markup_server, visit, speed):
+def test_the_speed_changes_while_a_replay_plays(markup_server, visit, slow_steps, speed):
     """It ends with the cells that the turn ended with."""
     page = visit(markup_server())
     send(page, 'ab1', tokens=RING + 20)
     lanes, play = drawn(page), page.locator('#play')
-    page.locator('#speed').select_option('slow')
     play.click()
     expect(page.locator('#moment')).to_have_text(re.compile(' s$'))
     expect(play).to_have_text('Pause')
