@@ -56,7 +56,7 @@ def test_a_conversation_and_an_edit(markup_server, visit):
 def assert_numbers_are_those_of(page, state):
     """Check the bytes and the marks that the page shows at the end."""
     frame = page.evaluate('nanokv.frame()')
-    for name in ('pages', 'prefix_pages', 'nbytes', 'cached', 'row', 'done'):
+    for name in ('pages', 'nbytes', 'cached', 'row', 'done'):
         assert frame[name] == state[name], name
     assert number(page, 'Positions held') == str(state['length'])
     assert number(page, 'This model') == f"{state['nbytes'] / 1000:.1f} kB"
@@ -85,7 +85,7 @@ def test_lanes_are_what_the_engine_holds(markup_server, visit):
         lengths.add(frame['length'])
         for lane, slot in zip(lanes, MODEL.plan.slots, strict=True):
             assert lane['slot'] == slot.index and lane['cells'] == cells_of(slot, state)
-        for name in ('pages', 'prefix_pages', 'nbytes', 'row'):
+        for name in ('pages', 'nbytes', 'row'):
             assert frame[name] == state[name], name
         shown = page.locator('.assistant span').first.inner_text()
         assert len(shown) == min(frame['length'] - 3, RING + 19) + 1
