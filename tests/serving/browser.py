@@ -55,4 +55,4 @@ def said(text, reason=None):
 
 
 def number(page, name):
-    return page.locator('#numbers div, #bars div', has_text=name).locator('dd').text_content()
+    return page.locator('#bars div', has_text=name).locator('dd').text_content()

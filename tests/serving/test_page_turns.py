@@ -20,10 +20,11 @@ def test_one_clock(markup_server, visit, monkeypatch):
     monkeypatch.setattr('serving.worker.VIEW_INTERVAL', 10.0)
     page = visit(markup_server())
     send(page, 'ab1', tokens=5)
-    assert float(number(page, 'Generation')) > 0
     frame = page.evaluate('nanokv.frame()')
     assert 0 < frame['first_token'] < frame['time']
-    assert number(page, 'First token') == f"{frame['first_token'] * 1000:.0f} ms"
+    speed = (frame['length'] - frame['prompt']) / (frame['time'] - frame['first_token'])
+    expect(page.locator('#numbers')).to_have_text(
+        f"first token after {frame['first_token'] * 1000:.0f} ms · {speed:.1f} tokens/s")
     for i in range(page.evaluate('nanokv.frames')):
         page.locator('#slider').fill(str(i))
         drawn(page)
@@ -51,9 +52,7 @@ def test_another_model_since_the_last_message(markup_server, visit):
 
 def test_how_a_reply_ends(markup_server, visit, slow_steps):
     page, note = visit(markup_server()), lambda: page.locator('.note').last
-    expect(page.locator('#numbers')).to_contain_text('Pool')
     start(page, 'ab1', tokens=40)
-    expect(page.locator('#numbers')).to_contain_text('1 of 3 rows')
     expect(page.locator('#send')).to_be_enabled()
     expect(note()).to_contain_text('stopped at the limit of tokens')
     start(page, 'b', tokens=20)
