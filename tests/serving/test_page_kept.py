@@ -91,7 +91,7 @@ def test_two_tabs_and_new_chats_keep_all(markup_server, visit):
 def test_a_full_storage_drops_the_oldest(markup_server, visit):
     page = visit(markup_server())
     page.evaluate("""() => {
-        const old = {mode: 'chat', said: [], leftOut: 0, text: 'x'.repeat(10)}
+        const old = {mode: 'chat', said: [], text: 'x'.repeat(10)}
         for (let i = 0; i < 40; i++)
             localStorage.setItem('nanokv-' + i, JSON.stringify({...old, text: 'x' + i, at: i}))
         localStorage.setItem('other', 'x'.repeat(5_200_000))
