@@ -33,6 +33,11 @@ def drawn(page):
         requestAnimationFrame(() => done(nanokv.lanes()))))''')
 
 
+def edit(page, number):
+    page.locator('.user').nth(number).hover()
+    page.locator('.edit').nth(number).click()
+
+
 def start(page, text, tokens=12):
     """Send it as a plain prompt, and wait until some of the reply is there."""
     from playwright.sync_api import expect

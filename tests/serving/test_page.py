@@ -5,7 +5,7 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-from tests.serving.browser import MARKUP, drawn, number, said, send, streamed
+from tests.serving.browser import MARKUP, drawn, edit, number, said, send, streamed
 from tests.serving.cache_events import Recorder
 from tests.serving.conftest import LONGEST, MODEL, assert_free
 
@@ -40,7 +40,7 @@ def test_a_conversation_and_an_edit(markup_server, visit):
         send(page, text)
     assert [turn.inner_text() for turn in page.locator('.user span').all()] == ['ab1', 'in', 'a1']
     assert page.locator('.assistant').count() == 3
-    page.get_by_role('button', name='Edit').nth(1).click()
+    edit(page, 1)
     expect(page.locator('#text')).to_have_value('in')
     send(page, 'ie')
     assert page.locator('.user').count() == page.locator('.assistant').count() == 2

@@ -5,7 +5,7 @@ import json
 import pytest
 from playwright.sync_api import expect
 
-from tests.serving.browser import answering, enter, send
+from tests.serving.browser import answering, edit, enter, send
 from tests.serving.conftest import eventually
 
 pytestmark = pytest.mark.slow
@@ -22,7 +22,7 @@ def test_an_edit_loses_neither_later_turns_nor_a_draft(markup_server, visit, fai
         send(page, text)
     before = texts(page)
     page.locator('#text').fill('draft')
-    page.get_by_role('button', name='Edit', exact=True).nth(1).click()
+    edit(page, 1)
     expect(page.locator('#text')).to_have_value('in')
     assert texts(page) == before
     if fails:
@@ -34,7 +34,7 @@ def test_an_edit_loses_neither_later_turns_nor_a_draft(markup_server, visit, fai
         page.unroute('**/chat/completions')
     page.get_by_role('button', name='Cancel edit').click()
     expect(page.locator('#text')).to_have_value('draft')
-    page.get_by_role('button', name='Edit', exact=True).nth(1).click()
+    edit(page, 1)
     enter(page, 'ie')
     expect(page.locator('#send')).to_be_enabled()
     expect(page.locator('#text')).to_have_value('draft')
