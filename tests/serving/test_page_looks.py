@@ -55,6 +55,7 @@ def test_large_lanes_and_edits_by_keys(markup_server, visit):
     page.mouse.move(0, 0)
     expect(page.locator('.edit').first).to_be_hidden()  # so it is no tab stop before the text box
     page.locator('.edit').last.focus()
+    expect(page.locator('.edit').first).to_be_visible()
     page.keyboard.press('Shift+Tab')
     expect(page.locator('.edit').first).to_be_focused()
 
