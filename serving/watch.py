@@ -71,7 +71,7 @@ def plan_document(engine, service: Service) -> dict:
     plan, longest, dtype = cache.plan, cache.max_seq_len, cache.kv_dtype
     slots = [{'slot': slot.index, 'kind': slot.kind, 'window': slot.window,
               'capacity': slot.capacity(longest), 'owner': slot.owner, 'layers': slot.layers,
-              'tied': slot.tied, 'latent': slot.latent, 'stride': 1,
+              'tied': slot.tied, 'latent': slot.latent,
               'position_nbytes': slot.position_nbytes(dtype),
               'state_nbytes': slot.state_nbytes(dtype)}
              for slot in plan.slots]

@@ -10,12 +10,18 @@ def answering(answer):
     return lambda route: route.fulfill(**answer)
 
 
-def send(page, text, tokens=6):
-    from playwright.sync_api import expect
-    page.locator('#tokens').fill(str(tokens))
-    page.locator('#temperature').fill('0')
+def enter(page, text):
     page.locator('#text').fill(text)
     page.locator('#text').press('Enter')
+
+
+def send(page, text, tokens=6, plain=False):
+    from playwright.sync_api import expect
+    if plain:
+        page.get_by_label('Plain prompt').check()
+    page.locator('#tokens').fill(str(tokens))
+    page.locator('#temperature').fill('0')
+    enter(page, text)
     expect(page.locator('#text')).to_have_value('')
     expect(page.locator('#send')).to_be_enabled()
     drawn(page)
@@ -25,6 +31,11 @@ def drawn(page):
     """The lanes once all that happened is drawn."""
     return page.evaluate('''() => new Promise(done => requestAnimationFrame(() =>
         requestAnimationFrame(() => done(nanokv.lanes()))))''')
+
+
+def edit(page, number):
+    page.locator('.user').nth(number).hover()
+    page.locator('.edit').nth(number).click()
 
 
 def start(page, text, tokens=12):
@@ -49,4 +60,4 @@ def said(text, reason=None):
 
 
 def number(page, name):
-    return page.locator('#numbers div, #bars div', has_text=name).locator('dd').text_content()
+    return page.locator('#bars div', has_text=name).locator('dd').text_content()

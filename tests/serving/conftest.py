@@ -214,11 +214,13 @@ def chromium():
 
 @pytest.fixture
 def markup_server(running, monkeypatch):
-    """`markup_server(**settings)`: a server whose tokens can write markup; a line is a turn."""
+    """`markup_server(**settings)`: a server whose tokens can write markup, and which sends a cache
+    event at each step. A line is a turn."""
     assert len(ALPHABET) == MODEL.config.vocab_size
     tokenizer = CharTokenizer({c: i for i, c in enumerate(ALPHABET)}, dict(enumerate(ALPHABET)))
     monkeypatch.setattr('tests.serving.conftest.TOKENIZER', tokenizer)
     monkeypatch.setattr('tests.serving.conftest.TURN', Template('{name}:{text}\n'))
+    monkeypatch.setattr('serving.worker.VIEW_INTERVAL', 0.0)  # to replay each step
     return running
 
 
@@ -233,7 +235,7 @@ def visit(chromium):
     """`visit(server, **context)` opens the page. It may not fail, print, or ask other servers."""
     opened = []
 
-    def go(server, routes=None, size=(1280, 800), speed='1', **settings):
+    def go(server, routes=None, size=(1280, 800), **settings):
         context = chromium.new_context(viewport=dict(zip(('width', 'height'), size)), **settings)
         page, origin, wrong = context.new_page(), f'http://127.0.0.1:{server.port}/', []
         page.on('pageerror', lambda error: wrong.append(str(error)))
@@ -243,7 +245,6 @@ def visit(chromium):
             page.route(origin + path, answering(answer))
         opened.append(SimpleNamespace(context=context, wrong=wrong))
         page.goto(origin)
-        page.evaluate("speed => { document.getElementById('speed').value = speed }", speed)
         page.wrong = wrong
         return page
     yield go

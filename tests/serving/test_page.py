@@ -5,7 +5,7 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-from tests.serving.browser import MARKUP, drawn, number, said, send, streamed
+from tests.serving.browser import MARKUP, drawn, edit, number, said, send, streamed
 from tests.serving.cache_events import Recorder
 from tests.serving.conftest import LONGEST, MODEL, assert_free
 
@@ -26,7 +26,6 @@ def watched_generation(server, page):
     """Generate 20 tokens past the wrap of a ring. Returns {length: state} of the engine."""
     recorder = Recorder(server.engine)
     page.get_by_label('Plain prompt').check()
-    expect(page.locator('#why')).to_contain_text('KV cache')  # it knows that there are frames
     send(page, 'ab1', tokens=RING + 20)
     assert_free(server.worker)
     [states] = recorder.states.values()
@@ -41,13 +40,12 @@ def test_a_conversation_and_an_edit(markup_server, visit):
         send(page, text)
     assert [turn.inner_text() for turn in page.locator('.user span').all()] == ['ab1', 'in', 'a1']
     assert page.locator('.assistant').count() == 3
-    page.get_by_role('button', name='Edit').nth(1).click()
+    edit(page, 1)
     expect(page.locator('#text')).to_have_value('in')
-    assert page.locator('.user').count() == page.locator('.assistant').count() == 1
     send(page, 'ie')
     assert page.locator('.user').count() == page.locator('.assistant').count() == 2
     state = recorder.states[max(recorder.states)][-1][0]
-    found = int(number(page, 'Prefix cache found'))
+    found = page.evaluate('nanokv.frame().cached')
     assert found == state['cached'] > 0  # the beginning that was not edited
     expect(page.locator('.note').last).to_contain_text(f"{found} of {state['prompt']} prompt")
     page.get_by_role('button', name='New chat').click()
@@ -58,12 +56,10 @@ def test_a_conversation_and_an_edit(markup_server, visit):
 def assert_numbers_are_those_of(page, state):
     """Check the bytes and the marks that the page shows at the end."""
     frame = page.evaluate('nanokv.frame()')
-    for name in ('pages', 'prefix_pages', 'nbytes', 'cached', 'row', 'done'):
+    for name in ('pages', 'nbytes', 'cached', 'row', 'done'):
         assert frame[name] == state[name], name
-    assert number(page, 'Positions held') == str(state['length'])
-    assert number(page, 'This conversation') == f"{state['nbytes'] / 1000:.1f} kB"
-    vanilla = MODEL.plan.vanilla().nbytes(1, state['length'], 'bfloat16')
-    assert number(page, 'Vanilla in bfloat16') == f'{vanilla / 1000:.1f} kB'
+    expect(page.locator('#ratio')).to_contain_text(f"after {state['length']} tokens")
+    assert number(page, 'This model') == f"{state['nbytes'] / 1000:.1f} kB"
     about = page.locator('#lanes small').all_inner_texts()
     for text, slot, lane in zip(about, MODEL.plan.slots, drawn(page), strict=True):
         layers = ', '.join(f'{i}*' if i == slot.owner else str(i) for i in slot.layers)
@@ -72,11 +68,8 @@ def assert_numbers_are_those_of(page, state):
         assert text == f'layers {layers} · {shown}'
 
 
-@pytest.mark.parametrize('every_step', [True, False])
-def test_lanes_are_what_the_engine_holds(markup_server, visit, monkeypatch, every_step):
-    """At each moment of the slider, whether its state was sent or lies between two that were."""
-    if every_step:
-        monkeypatch.setattr('serving.worker.VIEW_INTERVAL', 0.0)
+def test_lanes_are_what_the_engine_holds(markup_server, visit, slow_steps):
+    """At each moment of the slider."""
     server = markup_server()
     page = visit(server)
     states = watched_generation(server, page)
@@ -90,11 +83,11 @@ def test_lanes_are_what_the_engine_holds(markup_server, visit, monkeypatch, ever
         lengths.add(frame['length'])
         for lane, slot in zip(lanes, MODEL.plan.slots, strict=True):
             assert lane['slot'] == slot.index and lane['cells'] == cells_of(slot, state)
-        for name in ('pages', 'prefix_pages', 'nbytes', 'row'):
+        for name in ('pages', 'nbytes', 'row'):
             assert frame[name] == state[name], name
         shown = page.locator('.assistant span').first.inner_text()
         assert len(shown) == min(frame['length'] - 3, RING + 19) + 1
-    assert lengths == set(states)
+    assert len(lengths) > len(states) / 2  # the server may leave some out
     expect(page.locator('#moment')).to_have_text(re.compile(r'^0\.\d\d s$'))
     page.get_by_role('button', name='Play').click()
     expect(page.locator('#moment')).to_have_text('end')  # it played all
@@ -114,8 +107,7 @@ def test_markup_is_text(markup_server, visit):
 
 def test_by_keyboard(markup_server, visit):
     page = visit(markup_server())
-    page.get_by_label('Plain prompt').check()
-    send(page, 'ab1\nb', tokens=12)
+    send(page, 'ab1\nb', tokens=12, plain=True)
     for _ in range(40):
         page.keyboard.press('Tab')
         if page.evaluate('document.activeElement.tagName') == 'CANVAS':
@@ -170,29 +162,32 @@ def test_on_a_phone(markup_server, visit):
     assert page.evaluate('document.documentElement.scrollWidth') <= 360
     text, lanes = page.locator('#turns').bounding_box(), page.locator('#lanes').bounding_box()
     assert lanes['y'] > text['y'] + text['height']  # below
-    page.set_viewport_size(dict(width=360, height=560))
-    lanes, note = (page.locator(each).bounding_box() for each in ('#lanes', '#note'))
-    assert lanes['y'] + lanes['height'] > 560 >= note['y'] + note['height'] > 500
+    for width, height in ((360, 560), (390, 844), (640, 400)):  # the note covers nothing
+        page.set_viewport_size(dict(width=width, height=height))
+        main, note = (page.locator(each).bounding_box() for each in ('main', '#note'))
+        assert main['y'] + main['height'] <= note['y'] + 1
+        assert height >= note['y'] + note['height'] > height - 60
 
 
 def visit_a_larger_model(server, visit, length, rings, size, text='x'):
-    """A plan with rings and one global slot, and a reply whose only cache event has `length`
-    positions."""
-    stores = dict(position_nbytes=64, state_nbytes=0, tied=True, latent=False, stride=1)
+    """A plan with rings and one global slot, and a reply with 41 cache events, the last of which
+    has `length` positions."""
+    stores = dict(position_nbytes=64, state_nbytes=0, tied=True, latent=False)
     slots = [dict(slot=i, kind='local', window=ring, capacity=ring, owner=i, layers=[i], **stores)
              for i, ring in enumerate(rings)]
     slots.append(dict(slot=len(rings), kind='global', window=0, capacity=16384, owner=len(rings),
                       layers=[len(rings)], **stores))
-    plan = dict(model='larger', gemma_slots=[[0, 9]], max_positions=16384, kv_dtype='int8',
-                page_size=64, pages=300, rows=4, slots=slots,
+    plan = dict(model='larger', parameters=9, dataset='', gemma_slots=[[0, 9]],
+                max_positions=16384, kv_dtype='int8', page_size=64, pages=300, rows=4, slots=slots,
                 vanilla_position_nbytes=9, vanilla_position_nbytes_bf16=9)
     num_pages = -(-length // 64)
-    event = dict(time=1, first_token=0.5, row=0, length=length, prompt=length // 2, cached=64,
-                 texts=[text] * (length + 1), texts_from=0,
+    event = dict(time=1, first_token=0.5, row=0, prompt=length // 2, cached=64,
                  pages=[[i, 1] for i in range(num_pages)], prefix_pages=[False] * num_pages,
                  nbytes=1, held_nbytes=1, prefix_nbytes=0, running=1, free_pages=300 - num_pages,
-                 done=True)
-    stream = streamed(said(text * (length - length // 2 + 1)), event)
+                 texts=[text] * (length + 1), texts_from=0)
+    lengths = [length - length // 80 * i for i in reversed(range(41))]
+    events = [dict(event, length=n, done=n == length) for n in lengths]
+    stream = streamed(said(text * (length - length // 2 + 1)), *events)
     page = visit(server, size=size, routes={
         'nanokv/plan': dict(json=plan), 'nanokv/chat/completions': stream})
     send(page, 'ab')
@@ -205,21 +200,17 @@ def test_all_lanes_are_in_view(markup_server, visit, size):
     for canvas in page.locator('#lanes canvas').all():
         box = canvas.bounding_box()
         assert 0 < box['y'] < box['y'] + box['height'] < size[1] - 16
-    note, numbers = (page.locator(id).bounding_box() for id in ('#note', '#more'))
-    if size[0] < 1280:
+    note, numbers = (page.locator(id).bounding_box() for id in ('#note', '#numbers'))
+    if size[0] == 1000:
         assert note['y'] + note['height'] <= numbers['y']
 
 
-def test_whole_tokens_and_a_fold_of_numbers(markup_server, visit):
+def test_whole_tokens(markup_server, visit):
     page = visit_a_larger_model(markup_server(), visit, 100, [32] * 4, (1280, 800), 'Hamlet')
     ring = page.locator('#lanes canvas').first
     assert ring.bounding_box()['height'] == 44  # two rows of 16 cells, 40 x 20 pixels
     ring.hover(position=dict(x=15 * 40 + 20, y=36))
     expect(ring).to_have_attribute('aria-valuetext', re.compile('^position 95 · index 31 · '))
-    expect(page.locator('#numbers')).to_be_hidden()
-    page.locator('#more summary').focus()
-    page.keyboard.press('Enter')
-    expect(page.locator('#numbers')).to_be_visible()
 
 
 def luminance(colour):
@@ -238,7 +229,7 @@ def test_text_can_be_read(markup_server, visit, scheme):
         const style = getComputedStyle(document.body), probe = document.createElement('i')
         document.body.append(probe)
         return Object.fromEntries(['card', 'paper', 'ink', 'soft', 'error', 'accent', 'on-accent',
-                                   'computed', 'found'].map(name => {
+                                   'computed', 'found', 'edge'].map(name => {
             probe.style.color = style.getPropertyValue('--' + name)
             return [name, getComputedStyle(probe).color]
         }))
@@ -247,9 +238,10 @@ def test_text_can_be_read(markup_server, visit, scheme):
     assert (light['card'] > 0.5) == (scheme == 'light')
     for text, ground in (('ink', 'card'), ('ink', 'paper'), ('soft', 'card'), ('soft', 'paper'),
                          ('error', 'card'), ('on-accent', 'accent'), ('ink', 'computed'),
-                         ('ink', 'found')):
+                         ('ink', 'found'), ('edge', 'card'), ('edge', 'paper')):
         low, high = sorted((light[text], light[ground]))
-        assert (high + 0.05) / (low + 0.05) >= 4.5, (text, ground)
+        assert (high + 0.05) / (low + 0.05) >= (3 if text == 'edge' else 4.5), (text, ground)
+    expect(page.locator('#tokens')).to_have_css('border-top-color', colours['edge'])
 
 
 def test_ten_thousand_positions(markup_server, visit):
@@ -259,23 +251,12 @@ def test_ten_thousand_positions(markup_server, visit):
     assert ring['cells'] == [9001 + i if i < 999 else i for i in range(9001)]
     assert pages['cells'] == [*range(10_000), *[None] * 48]
     assert ring['drawn'] < 9001 / 2 and pages['drawn'] < 10_000 / 2  # several to a drawn cell
-    assert page.evaluate('nanokv.frames') <= 2000  # of 5,000 steps
     for canvas in page.locator('#lanes canvas').all():
         assert canvas.evaluate('node => node.width') <= 360
         assert canvas.evaluate('node => node.height') <= 400
-    for moment in ('1000', '200', '1900'):  # the text scrolls along
+    for moment in ('20', '4', '38'):  # the text scrolls along
         page.locator('#slider').fill(moment)
         drawn(page)
         box = page.locator('#turns').bounding_box()
         top = page.locator('.later').evaluate('node => node.getClientRects()[0].top')
         assert box['y'] - 1 <= top < box['y'] + box['height']  # it scrolls by whole pixels
-
-
-def test_a_server_without_cache_events(markup_server, visit):
-    """It still chats."""
-    page = visit(markup_server(), routes={'nanokv/plan': dict(status=404, json={})})
-    send(page, 'ab')
-    expect(page.locator('.note')).to_contain_text('prompt tokens reused')
-    expect(page.locator('#cache')).to_be_hidden()
-    assert all('404' in text for text in page.wrong)
-    page.wrong.clear()
