@@ -28,7 +28,6 @@ class Ticket:
     watched: bool = False
     client: str = ''
     salt: bytes = b''
-    cancelled: bool = False
 
 
 @dataclass(eq=False)
@@ -91,7 +90,6 @@ class Worker(threading.Thread):
     def cancel(self, ticket: Ticket) -> None:
         """End the choices that are still open, before the engine's next step."""
         with self._condition:
-            ticket.cancelled = True  # in case it has not started
             self._commands.append((self._cancel_all, ticket))
             self._condition.notify()
 
@@ -139,8 +137,6 @@ class Worker(threading.Thread):
         return bool(self._choices) or self._must_step
 
     def _begin(self, ticket):
-        if ticket.cancelled:
-            return self._count_ended(ticket, len(ticket.asked))
         for index, (ids, params) in enumerate(ticket.asked):
             try:
                 number = self.engine.submit(ids, params, ticket.client, ticket.salt)

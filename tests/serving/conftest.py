@@ -1,5 +1,4 @@
 """A server for a tiny random model: its application in this process, or a thread with a port."""
-import asyncio
 import functools
 import json
 import os
@@ -170,36 +169,6 @@ def held(monkeypatch):
     monkeypatch.setattr(Engine, 'step', step)
     yield gate
     gate.set()
-
-
-class Asgi:
-    """A completion request whose client disconnects when `gone` is set, or has received so many
-    messages. sent: the response."""
-
-    def __init__(self, app, leaves_after=0, path=COMPLETIONS, **fields):
-        self.app, self.sent, self.gone = app, [], asyncio.Event()
-        self.leaves_after = leaves_after
-        headers = [(b'host', b'test'), (b'content-type', b'application/json')]
-        self.scope = dict(
-            type='http', method='POST', path=path, raw_path=path.encode(),
-            query_string=b'', root_path='', headers=headers,
-            http_version='1.1', scheme='http', server=('test', 80), client=('test', 1),
-            asgi=dict(version='3.0', spec_version='2.3'))
-        self.bodies = [json.dumps(dict(prompt='abc') | fields).encode()]
-
-    async def receive(self):
-        if self.bodies:
-            return dict(type='http.request', body=self.bodies.pop(0), more_body=bool(self.bodies))
-        await self.gone.wait()
-        return dict(type='http.disconnect')
-
-    async def send(self, message):
-        self.sent.append(message)
-        if len(self.sent) == self.leaves_after:
-            self.gone.set()
-
-    async def run(self):
-        await self.app(self.scope, self.receive, self.send)
 
 
 @pytest.fixture(scope='module')
