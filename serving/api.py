@@ -71,11 +71,12 @@ class ApiError(Exception):
 
 @dataclass(frozen=True)
 class Service:
-    """The settings used to validate requests.
+    """The settings used to answer requests.
 
     vocab_size: the model's. max_positions: limit on a prompt and its completion without its last
     token. max_new_tokens: the default. max_choices: limit for all requests together. user,
-    reply_as: names of the user and the assistant in the template. strict: reject messages that
+    reply_as: names of the user and the assistant in the template. max_body: bytes of a request.
+    timeout: seconds from its head to the end of the response. strict: reject messages that
     `Dialogue.say` would fold. created: the model's time in seconds since 1970. dataset: name of
     what it was trained on; '' = unknown.
     """
@@ -88,6 +89,8 @@ class Service:
     template: Template
     user: str
     reply_as: str
+    max_body: int
+    timeout: float
     strict: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     dataset: str = ''

@@ -13,7 +13,6 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import anyio
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -52,12 +51,7 @@ def _page_headers() -> dict[str, str]:
             'Cache-Control': 'no-cache'}
 
 
-class Limits(NamedTuple):
-    max_body: int   # bytes
-    timeout: float  # seconds from the head of a request to the end of its response
-
-
-def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequence[str] = (),
+def make_app(worker: Worker, service: api.Service, keys: Sequence[str] = (),
              request_log: Callable[[str], None] | None = None, page: bool = True,
              cors: str = '', shared_prefix: bool = False) -> Starlette:
     """Return the ASGI application. The worker must be running; the application does not stop it.
@@ -93,7 +87,7 @@ def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequenc
             return reply_type(parse(decoded(body), service), service.model, service.tokenizer)
 
         async def endpoint(request):
-            return Generation(worker, limits, functools.partial(parsers.run, make_reply))
+            return Generation(worker, service, functools.partial(parsers.run, make_reply))
         return Route(path, endpoint, methods=['POST'])
     routes = [generate('/v1/completions', api.parse_completion, Reply),
               generate('/v1/chat/completions', api.parse_chat, ChatReply),
@@ -164,9 +158,9 @@ class Generation:
     """The response to one request for text. make_reply: (client, body) -> Reply, in a thread, so
     that it does not block other requests. received: `perf_counter` time."""
 
-    def __init__(self, worker: Worker, limits: Limits,
+    def __init__(self, worker: Worker, service: api.Service,
                  make_reply: Callable[[str, bytes], Awaitable[Reply]]):
-        self.worker, self.limits, self.make_reply = worker, limits, make_reply
+        self.worker, self.service, self.make_reply = worker, service, make_reply
         self.reply = self.ticket = None
         self.received = time.perf_counter()
         self.started = False          # the head of the response was sent
@@ -177,8 +171,8 @@ class Generation:
         self.scope, self.receive, self.send = scope, receive, send
         scope['generation'], watch = self, None
         try:
-            async with asyncio.timeout(self.limits.timeout):
-                body = await body_of(Request(scope, receive), self.limits.max_body)
+            async with asyncio.timeout(self.service.timeout):
+                body = await body_of(Request(scope, receive), self.service.max_body)
                 self.worker.check(scope['nanokv_client'])  # before parsing: it may take long
                 watch = asyncio.create_task(self._watch())
                 await self._respond(body)
@@ -186,7 +180,7 @@ class Generation:
             pass
         except (TimeoutError, ApiError) as e:
             error = e if isinstance(e, ApiError) else ApiError(
-                504 if watch else 408, f'not done within {self.limits.timeout:g} s: cancelled',
+                504 if watch else 408, f'not done within {self.service.timeout:g} s: cancelled',
                 headers={'x-should-retry': 'false'})  # for OpenAI's client
             if not self.started:
                 raise error from None

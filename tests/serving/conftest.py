@@ -5,6 +5,7 @@ import os
 import shutil
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from engine.text.dialogue import Template
 from engine.engine import Engine
 from engine.requests.params import SamplingParams
 from serving.api import Service
-from serving.app import Limits, make_app
+from serving.app import make_app
 from serving.metrics import Metrics
 from serving.server import Server, bind
 from serving.worker import Worker
@@ -38,10 +39,8 @@ def eventually(condition):
 
 
 def in_background(call):
-    """Call it in a new thread, whose `result` is the return value."""
-    thread = threading.Thread(target=lambda: setattr(thread, 'result', call()))
-    thread.start()
-    return thread
+    """Call it in a new thread. Returns the Future of its value."""
+    return ThreadPoolExecutor(1).submit(call)
 
 
 @functools.cache
@@ -83,10 +82,10 @@ class InProcess:
         self.metrics, self.logged = Metrics(), []
         self.worker = Worker(self.engine, max_waiting, self.metrics)
         self.service = Service('tiny', tokenizer, model.config.vocab_size, LONGEST, 12,
-                               rows + max_waiting, TURN, 'a', 'b')
+                               rows + max_waiting, TURN, 'a', 'b', max_body, timeout)
         self.worker.start()
-        self.app = make_app(self.worker, self.service, Limits(max_body, timeout), keys,
-                            self.logged.append, page, cors, shared_prefix)
+        self.app = make_app(self.worker, self.service, keys, self.logged.append, page, cors,
+                            shared_prefix)
         self.client = TestClient(self.app, raise_server_exceptions=False)
         self.client.__enter__()
 

@@ -57,8 +57,7 @@ def test_a_large_response_is_written_in_a_thread(running, monkeypatch):
     health = f'http://127.0.0.1:{server.port}/health'
     assert urllib.request.urlopen(health, timeout=20).status == 200
     gate.set()
-    large.join()
-    assert large.result == 200
+    assert large.result() == 200
 
 
 def test_few_requests_are_parsed_at_once_and_one_of_a_client(slow):
@@ -67,18 +66,16 @@ def test_few_requests_are_parsed_at_once_and_one_of_a_client(slow):
     def complete(key, prompt='abc'):
         return server.client.post('/v1/completions', json=dict(prompt=prompt, max_tokens=1),
                                   headers={'authorization': f'Bearer {key}'})
-    threads = []
+    answers = []
     for key, n, waiting in (('one', 4, 1), ('other', 2, 2), ('third', 1, 2)):
         if key == 'other':  # while all of the first are parsed or wait for that
             assert complete(key, prompt=[1, 2]).status_code == 200
-        threads += [in_background(lambda key=key: complete(key)) for _ in range(n)]
+        answers += [in_background(lambda key=key: complete(key)) for _ in range(n)]
         eventually(lambda: server.tokenizer.waiting >= waiting)
         time.sleep(0.1)
         assert server.tokenizer.waiting == waiting
     server.tokenizer.go.set()
-    for thread in threads:
-        thread.join()
-        assert thread.result.status_code == 200
+    assert [answer.result().status_code for answer in answers] == [200] * 7
 
 
 def test_the_timeout_includes_parsing(slow):
@@ -170,9 +167,7 @@ def test_a_client_does_not_take_all_places(serve, held):
     assert_refused(refused, 429, 'too many requests wait')
     assert int(refused.headers['retry-after']) > 0
     held.set()
-    for thread in (first, second):
-        thread.join()
-        assert thread.result.status_code == 200
+    assert first.result().status_code == second.result().status_code == 200
     assert_free(server.worker)
     assert not server.worker._num_open
 

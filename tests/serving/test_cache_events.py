@@ -53,38 +53,25 @@ def test_the_plan_document_is_the_plans_arithmetic(serve):
     assert server.logged == []
 
 
-def test_events_agree_with_the_engine_past_a_rings_wrap_and_after_prefix_hits(serve, unlimited):
-    server = serve()
-    recorder, text = Recorder(server.engine), TEXT[:37]
-    for number, prompt in enumerate((text, text, text[:30] + 'abcd')):
-        stream = watch(server, prompt=prompt, max_tokens=8,
-                       stream_options={'include_usage': True})
+def test_events_agree_with_the_engine(serve, held, unlimited):
+    """Past a ring's wrap, after a prefix hit, and of two rows that share pages."""
+    server = serve(rows=2)
+    recorder, users = Recorder(server.engine), []
+    asked = [in_background(lambda: watch(server, prompt=TEXT[:34], max_tokens=12,
+                                         stream_options={'include_usage': True}))
+             for _ in range(2)]
+    server.wait_for(2)
+    held.set()
+    text = TEXT[:34] + expected(TEXT[:34], 12, seed=1).text
+    # the engine's first request is the one that found nothing in the prefix cache
+    streams = sorted((it.result() for it in asked), key=lambda s: '"cached": 0,' not in s)
+    for number, stream in enumerate(streams):
         usage = json.loads(read(stream)[1].split('\n\n')[-3].removeprefix('data: '))['usage']
         cached = usage['prompt_tokens_details']['cached_tokens']
         assert (cached > 0) == (number > 0)
-        completion = expected(prompt, 8, seed=1)
-        events = assert_agree(recorder, number, stream, prompt + completion.text)
-        assert events[-1]['cached'] == cached and events[-1]['length'] == len(prompt) + 7
-        assert all(event['length'] >= cached for event in events)
-    assert_free(server.worker)
-
-
-def test_rows_that_share_pages(serve, held, unlimited):
-    server = serve(rows=2)
-    recorder = Recorder(server.engine)
-    threads = [in_background(lambda: watch(server, prompt=TEXT[:34], max_tokens=12))
-               for _ in range(2)]
-    server.wait_for(2)
-    held.set()
-    for thread in threads:
-        thread.join()
-    text = TEXT[:34] + expected(TEXT[:34], 12, seed=1).text
-    # the engine's first request is the one that found nothing in the prefix cache
-    streams = sorted((thread.result for thread in threads), key=lambda s: '"cached": 0,' not in s)
-    assert ['"cached": 0,' in stream for stream in streams] == [True, False]
-    users = [users for number, stream in enumerate(streams)
-             for event in assert_agree(recorder, number, stream, text)
-             for _, users in event['pages']]
+        events = assert_agree(recorder, number, stream, text)
+        assert events[-1]['cached'] == cached and events[-1]['length'] == len(text) - 1
+        users += [users for event in events for _, users in event['pages']]
     assert max(users) == 3  # both rows and the prefix cache
     assert_free(server.worker)
 

@@ -59,10 +59,9 @@ def test_when_the_worker_dies_all_requests_fail(serve, held, failing):
     def publish(*args):
         raise SystemExit  # would end a thread silently
     server.metrics.publish = publish
-    threads = [in_background(server.complete) for _ in range(3)]
+    answers = [in_background(server.complete) for _ in range(3)]
     server.wait_for(3)
     held.set()
-    for thread in threads:
-        thread.join()
-        assert_refused(thread.result, 503)
+    for answer in answers:
+        assert_refused(answer.result(), 503)
     assert server.client.get('/health').status_code == 503

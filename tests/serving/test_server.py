@@ -177,9 +177,8 @@ def test_a_disconnect_within_a_stream_cancels(running, held, path, n):
     sock.close()
     eventually(lambda: server.logged)
     held.set()
-    other.join()
     assert re.search(r' 200: .*, client left$', server.logged[0])
-    assert other.result == expected('abc', seed=1).text
+    assert other.result() == expected('abc', seed=1).text
     assert_free(server.worker)
 
 
@@ -207,15 +206,15 @@ def stopping(server):
 
 def test_at_the_end_who_runs_is_answered_and_nobody_else(running, held):
     server = running(grace=60.0)
-    threads = [in_background(lambda: ask(server)) for _ in range(3)]
+    statuses = [in_background(lambda: ask(server)) for _ in range(3)]
     server.wait_for(3)
     stopping(server)
     with pytest.raises(OSError):
         connect(server, b'').recv(1)
     held.set()
-    [thread.join() for thread in threads]
+    assert [status.result() for status in statuses] == [200] * 3
     server.thread.join(60)
-    assert [thread.result for thread in threads] == [200] * 3 and not server.worker.is_alive()
+    assert not server.worker.is_alive()
     assert_free(server.worker)
 
 
