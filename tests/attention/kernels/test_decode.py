@@ -90,6 +90,8 @@ def test_rows_of_different_lengths(device, kv_dtype, t, monkeypatch):
     empty = torch.Tensor.new_empty
 
     def unwritten(x, *shape, **how):
+        if len(shape) == 1:  # the interpreter's
+            return empty(x, *shape, **how)
         n_joined.append(shape[1])
         return empty(x, *shape, **how).fill_(torch.nan)
     monkeypatch.setattr(torch.Tensor, 'new_empty', unwritten)
