@@ -86,14 +86,15 @@ def make_service(s, model, tokenizer, dataset: str):
         created = checkpoint_in(s.out_dir, s.resume_from).stat().st_mtime
     return engine, Service(s.model_name or source.name, tokenizer, model.config.vocab_size,
                            positions, s.max_new_tokens, most_choices(s.parallel, s.max_waiting),
-                           template, s.user, s.reply_as, s.strict_messages, int(created), dataset)
+                           template, s.user, s.reply_as, parse_bytes(s.max_body, 'max_body'),
+                           s.timeout, s.strict_messages, int(created), dataset)
 
 
 def main(argv=None):
     s = configurator.parse('serve', argv, usage=__doc__)
     check(s)
     try:
-        from serving.app import Limits, make_app
+        from serving.app import make_app
         from serving.metrics import Metrics
         from serving.server import Server, bind
     except ModuleNotFoundError as e:
@@ -101,7 +102,6 @@ def main(argv=None):
             raise
         raise UserError(f"serve.py needs the package {e.name}: pip install -e '.[serve]'") from e
     keys = read_keys(s.api_key_file, os.environ)
-    limits = Limits(parse_bytes(s.max_body, 'max_body'), s.timeout)
     sock = bind(s.host, s.port)  # before anything slow
     model, tokenizer, dataset = load(s)
     name_speakers(s, dataset)
@@ -119,7 +119,7 @@ def main(argv=None):
     page = f', a chat page at {url}/' if s.page else ''
     greeting = f'Serving {service.model!r} at {url}/v1{page} (Ctrl-C ends it)'
     log = functools.partial(print, flush=True) if s.log_requests else None
-    app = make_app(worker, service, limits, keys, log, s.page, s.cors, s.shared_prefix)
+    app = make_app(worker, service, keys, log, s.page, s.cors, s.shared_prefix)
     Server(app, worker, s.grace, greeting).run([sock])
 
 

@@ -2,7 +2,6 @@
 import contextlib
 import hashlib
 import hmac
-import ipaddress
 import json
 import socket
 import time
@@ -10,7 +9,7 @@ from urllib.parse import urlsplit
 
 from starlette.responses import Response
 
-from serving.errors import ApiError
+from serving.api import ApiError
 
 CLOSING = (401, 403, 408, 413, 415)  # sent before the body was read: the connection is closed
 UNLOGGED = ('/health', '/metrics', '/v1/models', '/nanokv/plan')  # polled by probes and by the page
@@ -112,15 +111,9 @@ def names_this_machine(host: str, address: str) -> bool:
         name = (urlsplit(f'//{host}').hostname or '').removesuffix('.')
     except ValueError:
         return False
-    own = _ip(address)
+    is_loopback = address == '::1' or address.startswith('127.')
     return (name in (address.lower(), socket.gethostname().lower())
-            or own is not None and (name == 'localhost' and own.is_loopback or _ip(name) == own))
-
-
-def _ip(name: str):
-    """The address, or None if it is none."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(name)
+            or name == 'localhost' and is_loopback)
 
 
 def log_line(scope, status, start) -> str:
@@ -128,20 +121,20 @@ def log_line(scope, status, start) -> str:
     refused request it says only the kind of the error, since messages quote requests."""
     error, generation, parts = scope['error'], scope.get('generation'), []
     reply = generation and generation.reply
-    if reply and reply.complete:
+    complete = reply and reply.complete
+    if complete:
         usage = reply.usage()
         cached = usage['prompt_tokens_details']['cached_tokens']
+        first_token = min(completion.ttft_s for completion in reply.completions)
         parts = [f"{usage['prompt_tokens']} prompt tokens ({cached} cached)",
-                 f"{usage['completion_tokens']} completion tokens"]
-    if generation and generation.first_event:
-        parts.append(f'TTFT {generation.first_event - start:.3f} s')
+                 f"{usage['completion_tokens']} completion tokens", f'TTFT {first_token:.3f} s']
     parts.append(f'{time.perf_counter() - start:.3f} s')
     if error:
         parts.append(error.code or error.kind if error.status < 500 else str(error))
-    elif status == 499 or generation and not (reply and reply.complete):
-        parts.append('client left')
-    elif generation:
+    elif complete:
         parts += dict.fromkeys(completion.finish_reason for completion in reply.completions)
+    elif generation or status == 499:
+        parts.append('client left')
     address = scope['client'][0] if scope['client'] else '-'
     asked = f"{scope['method']} {scope['path']}"[:MAX_LOGGED]
     line = f"{address} {asked} {status}: {', '.join(parts)}"

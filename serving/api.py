@@ -1,4 +1,4 @@
-"""Parse OpenAI's request documents. No HTTP or torch."""
+"""Parse OpenAI's request documents, and its errors. No HTTP or torch."""
 import contextlib
 import secrets
 import time
@@ -9,7 +9,6 @@ from engine.text.dialogue import Dialogue, Template
 from engine.requests.params import (
     MAX_LOGPROBS, SamplingParams, check_prompt, check_tokens, present, sample_seed, shown, unknown,
     whole)
-from serving.errors import ApiError
 
 MAX_CHOICES = 128  # per request, as in OpenAI's API
 MAX_MESSAGES = 2_048  # of a conversation; also parts of a message
@@ -49,14 +48,35 @@ HARMLESS = {name: values for values, names in [
     (('medium',), 'verbosity'), ((['text'],), 'modalities'),
     (({'type': 'text'},), 'response_format')] for name in names.split()}
 
+TYPES = {401: 'authentication_error', 429: 'rate_limit_error', 500: 'server_error',
+         503: 'service_unavailable', 504: 'timeout_error'}
+
+
+class ApiError(Exception):
+    """An error response. param: the invalid field, or None. code: for programs, or None."""
+
+    def __init__(self, status: int, message: str, param: str | None = None,
+                 code: str | None = None, headers: dict[str, str] | None = None):
+        super().__init__(message)
+        self.status, self.param, self.code, self.headers = status, param, code, headers or {}
+
+    @property
+    def kind(self) -> str:
+        return TYPES.get(self.status, 'invalid_request_error')
+
+    def document(self) -> dict:
+        return {'error': {'message': str(self), 'type': self.kind, 'param': self.param,
+                          'code': self.code}}
+
 
 @dataclass(frozen=True)
 class Service:
-    """The settings used to validate requests.
+    """The settings used to answer requests.
 
     vocab_size: the model's. max_positions: limit on a prompt and its completion without its last
     token. max_new_tokens: the default. max_choices: limit for all requests together. user,
-    reply_as: names of the user and the assistant in the template. strict: reject messages that
+    reply_as: names of the user and the assistant in the template. max_body: bytes of a request.
+    timeout: seconds from its head to the end of the response. strict: reject messages that
     `Dialogue.say` would fold. created: the model's time in seconds since 1970. dataset: name of
     what it was trained on; '' = unknown.
     """
@@ -69,6 +89,8 @@ class Service:
     template: Template
     user: str
     reply_as: str
+    max_body: int
+    timeout: float
     strict: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     dataset: str = ''

@@ -13,7 +13,6 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import anyio
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -29,7 +28,7 @@ from engine.requests.params import encodable
 from engine.pages.view import RowView
 from serving import api
 from serving.access import AccessMiddleware, error_response, json_response, unambiguous
-from serving.errors import ApiError
+from serving.api import ApiError
 from serving.replies import ChatReply, Reply
 from serving.watch import CacheEvent, WatchedChatReply, WatchedReply, plan_document
 from serving.worker import Ticket, Worker
@@ -52,12 +51,7 @@ def _page_headers() -> dict[str, str]:
             'Cache-Control': 'no-cache'}
 
 
-class Limits(NamedTuple):
-    max_body: int   # bytes
-    timeout: float  # seconds from the head of a request to the end of its response
-
-
-def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequence[str] = (),
+def make_app(worker: Worker, service: api.Service, keys: Sequence[str] = (),
              request_log: Callable[[str], None] | None = None, page: bool = True,
              cors: str = '', shared_prefix: bool = False) -> Starlette:
     """Return the ASGI application. The worker must be running; the application does not stop it.
@@ -93,7 +87,7 @@ def make_app(worker: Worker, service: api.Service, limits: Limits, keys: Sequenc
             return reply_type(parse(decoded(body), service), service.model, service.tokenizer)
 
         async def endpoint(request):
-            return Generation(worker, limits, functools.partial(parsers.run, make_reply))
+            return Generation(worker, service, functools.partial(parsers.run, make_reply))
         return Route(path, endpoint, methods=['POST'])
     routes = [generate('/v1/completions', api.parse_completion, Reply),
               generate('/v1/chat/completions', api.parse_chat, ChatReply),
@@ -140,15 +134,11 @@ async def body_of(request: Request, most: int) -> bytes:
     kind = request.headers.get('content-type', '').partition(';')[0].strip().lower()
     if kind != 'application/json':  # browsers let any page send other types
         raise ApiError(415, f'content-type is {kind!r}: must be application/json')
-    too_large = ApiError(413, f'the body is larger than {most:,} bytes')
-    length = request.headers.get('content-length', '0')
-    if length.isdecimal() and int(length[:20]) > most:
-        raise too_large
     body = bytearray()
     async for piece in request.stream():
         body += piece
         if len(body) > most:
-            raise too_large
+            raise ApiError(413, f'the body is larger than {most:,} bytes')
     return bytes(body)
 
 
@@ -166,23 +156,23 @@ class Parsers:
 
 class Generation:
     """The response to one request for text. make_reply: (client, body) -> Reply, in a thread, so
-    that it does not block other requests. received, first_event: `perf_counter` times."""
+    that it does not block other requests. received: `perf_counter` time."""
 
-    def __init__(self, worker: Worker, limits: Limits,
+    def __init__(self, worker: Worker, service: api.Service,
                  make_reply: Callable[[str, bytes], Awaitable[Reply]]):
-        self.worker, self.limits, self.make_reply = worker, limits, make_reply
-        self.reply = self.ticket = self.first_event = None
+        self.worker, self.service, self.make_reply = worker, service, make_reply
+        self.reply = self.ticket = None
         self.received = time.perf_counter()
         self.started = False          # the head of the response was sent
-        self.inbox = asyncio.Queue()  # batches of `Worker`'s deliveries; None: client left
+        self.inbox = asyncio.Queue()  # deliveries of the worker; None: client left
 
     async def __call__(self, scope, receive, send) -> None:
         """Respond. Raises ApiError only before the response has started."""
         self.scope, self.receive, self.send = scope, receive, send
         scope['generation'], watch = self, None
         try:
-            async with asyncio.timeout(self.limits.timeout):
-                body = await body_of(Request(scope, receive), self.limits.max_body)
+            async with asyncio.timeout(self.service.timeout):
+                body = await body_of(Request(scope, receive), self.service.max_body)
                 self.worker.check(scope['nanokv_client'])  # before parsing: it may take long
                 watch = asyncio.create_task(self._watch())
                 await self._respond(body)
@@ -190,7 +180,7 @@ class Generation:
             pass
         except (TimeoutError, ApiError) as e:
             error = e if isinstance(e, ApiError) else ApiError(
-                504 if watch else 408, f'not done within {self.limits.timeout:g} s: cancelled',
+                504 if watch else 408, f'not done within {self.service.timeout:g} s: cancelled',
                 headers={'x-should-retry': 'false'})  # for OpenAI's client
             if not self.started:
                 raise error from None
@@ -213,8 +203,6 @@ class Generation:
     async def _respond(self, body):
         client = self.scope['nanokv_client']
         self.reply = await self.make_reply(client, body)
-        if not self.inbox.empty():
-            raise ClientDisconnect
         loop = asyncio.get_running_loop()
         ticket = Ticket(self.reply.request.choices,
                         lambda items: loop.call_soon_threadsafe(self.inbox.put_nowait, items),
@@ -224,24 +212,17 @@ class Generation:
         await (self._stream() if self.reply.request.stream else self._send_whole())
 
     async def _next_documents(self) -> list[dict]:
-        batches = [await self.inbox.get()]
-        while not self.inbox.empty():
-            batches.append(self.inbox.get_nowait())
-        if None in batches:
+        """Of the next delivery, which has the events of one step."""
+        documents, items = [], await self.inbox.get()
+        if items is None:
             raise ClientDisconnect
-        items, documents = [item for batch in batches for item in batch], []
-        views = [event for _, event in items if isinstance(event, RowView)]
         for choice, event in items:
             if isinstance(event, ApiError):
-                if not documents:
-                    raise event
-                self.inbox.put_nowait([(choice, event)])  # once these are sent
-                break
-            if not isinstance(event, RowView):
-                self.first_event = self.first_event or time.perf_counter()
-                documents += self.reply.take(choice, event)
-            elif event is views[-1]:  # older ones are out of date
+                raise event
+            if isinstance(event, RowView):
                 documents.append(self.reply.cache_event(event, self.received))
+            else:
+                documents += self.reply.take(choice, event)
         return documents
 
     async def _send_whole(self):

@@ -31,13 +31,14 @@ class Metrics:
         self.hit_rate = make(Gauge, 'prefix_hit_rate',
                              'Share of prompt tokens found in the prefix cache')
 
-    def ended(self, completion, seconds: float) -> None:
+    def ended(self, completion) -> None:
         """Count a choice that has ended for any reason."""
         if completion.ttft_s is not None:  # prefill was completed
+            self.ttft.observe(completion.ttft_s)
             self.prompt_tokens.inc(len(completion.prompt_tokens))
             self.cached_tokens.inc(completion.n_cached)
         if completion.finish_reason in ('stop', 'length'):
-            self.seconds.observe(seconds)
+            self.seconds.observe(completion.seconds)
 
     def publish(self, engine, n_open: int) -> None:
         """Set the gauges, on the engine's thread. n_open: choices that have not ended."""

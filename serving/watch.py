@@ -3,8 +3,7 @@ from config.gpt_config import GPTConfig
 from engine.pages.view import RowView
 from engine.weights.quantize import n_parameters
 from kv.plan import KVPlan, plan_kv
-from serving.api import GenerationRequest, Service
-from serving.errors import ApiError
+from serving.api import ApiError, GenerationRequest, Service
 from serving.replies import ChatReply, Reply
 
 

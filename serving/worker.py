@@ -5,13 +5,13 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from engine.requests.job import Event
 from engine.requests.params import SamplingParams
-from serving.errors import ApiError
+from serving.api import ApiError
 
 VIEW_INTERVAL = 0.05  # least seconds between two views of a choice's row, except the last
 MANY_WATCHED = 8      # above it, the interval grows in proportion: 64 viewers must not slow others
@@ -28,8 +28,6 @@ class Ticket:
     watched: bool = False
     client: str = ''
     salt: bytes = b''
-    submitted: float = field(default_factory=time.perf_counter)
-    cancelled: bool = False
 
 
 @dataclass(eq=False)
@@ -38,9 +36,7 @@ class Choice:
     number: int            # number of the engine's request
     ticket: Ticket
     index: int             # in the ticket
-    refused: bool          # the engine rejected the request; its next step returns the reason
     num_failures: int = 0  # failed steps since the last token
-    has_token: bool = False
     next_view: float = 0.0  # monotonic time before which no view is due
 
 
@@ -94,7 +90,6 @@ class Worker(threading.Thread):
     def cancel(self, ticket: Ticket) -> None:
         """End the choices that are still open, before the engine's next step."""
         with self._condition:
-            ticket.cancelled = True  # in case it has not started
             self._commands.append((self._cancel_all, ticket))
             self._condition.notify()
 
@@ -142,8 +137,6 @@ class Worker(threading.Thread):
         return bool(self._choices) or self._must_step
 
     def _begin(self, ticket):
-        if ticket.cancelled:
-            return self._count_ended(ticket, len(ticket.asked))
         for index, (ids, params) in enumerate(ticket.asked):
             try:
                 number = self.engine.submit(ids, params, ticket.client, ticket.salt)
@@ -152,8 +145,7 @@ class Worker(threading.Thread):
                 self._count_ended(ticket, 1)
                 self._deliver(ticket, [(index, ApiError(500, 'internal error'))])
             else:
-                refused = number not in self.engine.jobs
-                self._choices[number] = Choice(number, ticket, index, refused)
+                self._choices[number] = Choice(number, ticket, index)
                 if ticket.watched:
                     self.engine.watch(number)
 
@@ -175,7 +167,7 @@ class Worker(threading.Thread):
         self.engine.watched.pop(choice.number, None)
         self._count_ended(choice.ticket, 1)
         if event and event.completion:
-            self.metrics.ended(event.completion, time.perf_counter() - choice.ticket.submitted)
+            self.metrics.ended(event.completion)
 
     def _count_ended(self, ticket, n):
         with self._condition:
@@ -235,13 +227,10 @@ class Worker(threading.Thread):
         if event.token >= 0:
             self.metrics.tokens.inc()
             choice.num_failures = 0
-            if not choice.has_token:
-                choice.has_token = True
-                self.metrics.ttft.observe(time.perf_counter() - choice.ticket.submitted)
         if event.completion is not None:
             self._remove(choice, event)
             if event.completion.finish_reason == 'error':
-                return ApiError(400 if choice.refused else 500, event.completion.error)
+                return ApiError(500, event.completion.error)
         return event
 
     def _count_failure(self):

@@ -37,7 +37,7 @@ class Tuning:
     """Launch parameters, which do not change the result. `bench.py --mode=kernels` compares some.
 
     block_n, num_warps: keys per block, and its warps; 0 = as in `_blocks`.
-    n_splits: number of splits of a row's keys; 0 = as `split_blocks` says.
+    n_splits: splits of a row's keys, at most MAX_SPLITS; 0 = as `split_blocks` says.
     """
     block_n: int = 0
     n_splits: int = 0
@@ -309,11 +309,12 @@ def split_blocks(n_programs: int, S: int, decoding: bool, block_n: int, num_warp
 
 def stored_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, table=None,
                      window: int = 0, tuning: Tuning = Tuning()) -> torch.Tensor:
-    """`attention.cached.cached_attention` as one kernel (two, if the keys are split).
+    """`attention.cached.cached_attention` as one kernel (two, if the keys are split), of what
+    `attention.cached.kernel_takes`.
 
     Args:
         q: (B, H, t, D) float32, bfloat16 or float16.
-        k, v: (B, Hkv, S, D) as stored; if they are int8, also their scales (B, Hkv, S, 1).
+        k, v: (B, Hkv, S, D) as stored; int8 (of contiguous heads) with scales (B, Hkv, S, 1).
             With `table` (B, n) int32 they are pools of pages (n_pages, Hkv, page_size, D), and
             row b has pages table[b] in order, -1 after the last; then `kv_lens` is required.
         kv_lens: (B,) number of keys of each row, including padding; the last t are the queries'
@@ -321,22 +322,12 @@ def stored_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, table
         window: number of keys that a query sees, including its own; 0 = no limit. Ignored if t = 1.
     Returns:
         (B, H, t, D).
-    Raises:
-        ValueError: if the dtypes are not supported or there are more than MAX_SPLITS splits.
     """
     B, H, t, D = q.shape
     page_size = 0 if table is None else k.size(2)
     n_kv_head, S = k.size(1), table.size(1) * page_size if page_size else k.size(2)
     rows = q.reshape(B, n_kv_head, -1, D).contiguous()                     # (B, Hkv, R, D)
     R, scales, out = rows.size(2), k_scale is not None, torch.empty_like(rows)
-    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or k.dtype == torch.float64:
-        raise ValueError(f'q of {q.dtype} and K of {k.dtype}: the kernel takes float32, bfloat16 '
-                         'and float16, K also int8')
-    if scales and (D % 2 or k.stride(3) != 1):
-        raise ValueError(f'K in int8 with head_dim={D} and strides {k.stride()}: the kernel takes '
-                         'even widths, contiguous')
-    if tuning.n_splits > MAX_SPLITS:
-        raise ValueError(f'n_splits={tuning.n_splits}: at most {MAX_SPLITS}')
     dtype, precision = arithmetic(q.dtype, k.dtype)
     block_m, block_n, num_warps = _blocks(R, D, scales, precision, page_size, tuning)
     n_blocks = triton.cdiv(R, block_m)

@@ -87,8 +87,8 @@ def write_qkv(qkv, n_head: int, q_norm=None, k_norm=None, rope=None, stored=None
     of row (or page) rows[b, j] of `stored`; a negative offset means that they are not written.
 
     Args:
-        qkv: (B, t, H + 2 * Hkv, D), contiguous, the heads of q | k | v; (B, t, H, D) for a
-            layer that reads the K and V of another layer.
+        qkv: (B, t, H + 2 * Hkv, D), contiguous, D even, the heads of q | k | v; (B, t, H, D) for
+            a layer that reads the K and V of another layer.
         q_norm, k_norm: `torch.nn.RMSNorm` over D, or None.
         rope: (cos, sin) from a `RotaryTable`, (t, D) or (B, 1, t, D); or None.
         stored: (k, v) or (k, v, k_scale, v_scale), (n, Hkv, S, D or 1); None in a reading layer.
@@ -97,9 +97,6 @@ def write_qkv(qkv, n_head: int, q_norm=None, k_norm=None, rope=None, stored=None
         (B, H, t, D), in the dtype of qkv.
     """
     B, t, n_rows, D = qkv.shape
-    if not qkv.is_contiguous() or D % 2:
-        raise ValueError(f'qkv of shape {tuple(qkv.shape)}, strides {qkv.stride()}: must be '
-                         'contiguous, with D even')
     if q_norm is None and rope is None and stored is None:
         return qkv.transpose(1, 2)
     q = qkv.new_empty(B, n_head, t, D)

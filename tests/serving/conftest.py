@@ -1,11 +1,11 @@
 """A server for a tiny random model: its application in this process, or a thread with a port."""
-import asyncio
 import functools
 import json
 import os
 import shutil
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +16,7 @@ from engine.text.dialogue import Template
 from engine.engine import Engine
 from engine.requests.params import SamplingParams
 from serving.api import Service
-from serving.app import Limits, make_app
+from serving.app import make_app
 from serving.metrics import Metrics
 from serving.server import Server, bind
 from serving.worker import Worker
@@ -39,10 +39,8 @@ def eventually(condition):
 
 
 def in_background(call):
-    """Call it in a new thread, whose `result` is the return value."""
-    thread = threading.Thread(target=lambda: setattr(thread, 'result', call()))
-    thread.start()
-    return thread
+    """Call it in a new thread. Returns the Future of its value."""
+    return ThreadPoolExecutor(1).submit(call)
 
 
 @functools.cache
@@ -84,10 +82,10 @@ class InProcess:
         self.metrics, self.logged = Metrics(), []
         self.worker = Worker(self.engine, max_waiting, self.metrics)
         self.service = Service('tiny', tokenizer, model.config.vocab_size, LONGEST, 12,
-                               rows + max_waiting, TURN, 'a', 'b')
+                               rows + max_waiting, TURN, 'a', 'b', max_body, timeout)
         self.worker.start()
-        self.app = make_app(self.worker, self.service, Limits(max_body, timeout), keys,
-                            self.logged.append, page, cors, shared_prefix)
+        self.app = make_app(self.worker, self.service, keys, self.logged.append, page, cors,
+                            shared_prefix)
         self.client = TestClient(self.app, raise_server_exceptions=False)
         self.client.__enter__()
 
@@ -170,36 +168,6 @@ def held(monkeypatch):
     monkeypatch.setattr(Engine, 'step', step)
     yield gate
     gate.set()
-
-
-class Asgi:
-    """A completion request whose client disconnects when `gone` is set, or has received so many
-    messages. sent: the response."""
-
-    def __init__(self, app, leaves_after=0, path=COMPLETIONS, **fields):
-        self.app, self.sent, self.gone = app, [], asyncio.Event()
-        self.leaves_after = leaves_after
-        headers = [(b'host', b'test'), (b'content-type', b'application/json')]
-        self.scope = dict(
-            type='http', method='POST', path=path, raw_path=path.encode(),
-            query_string=b'', root_path='', headers=headers,
-            http_version='1.1', scheme='http', server=('test', 80), client=('test', 1),
-            asgi=dict(version='3.0', spec_version='2.3'))
-        self.bodies = [json.dumps(dict(prompt='abc') | fields).encode()]
-
-    async def receive(self):
-        if self.bodies:
-            return dict(type='http.request', body=self.bodies.pop(0), more_body=bool(self.bodies))
-        await self.gone.wait()
-        return dict(type='http.disconnect')
-
-    async def send(self, message):
-        self.sent.append(message)
-        if len(self.sent) == self.leaves_after:
-            self.gone.set()
-
-    async def run(self):
-        await self.app(self.scope, self.receive, self.send)
 
 
 @pytest.fixture(scope='module')

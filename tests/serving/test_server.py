@@ -1,8 +1,8 @@
 """A server on a port: OpenAI's client, broken sockets, many connections, and shutdown."""
 import gc
 import json
+import re
 import socket
-import threading
 
 import openai
 import pytest
@@ -13,7 +13,8 @@ from serving.app import Generation
 from serving.replies import Reply
 from serving.worker import Ticket
 from tests.helpers.serving import TOKENIZER
-from tests.serving.conftest import USER, assert_free, eventually, expected, in_background
+from tests.serving.conftest import (
+    COMPLETIONS, USER, assert_free, eventually, expected, in_background)
 
 
 def client_of(server, key='none'):
@@ -139,41 +140,46 @@ def test_broken_requests_are_refused_and_leave_nothing_behind(running):
 
 
 def test_a_body_that_is_too_large_or_does_not_come(running):
-    """One that is too large is refused before it is sent."""
-    server = running(timeout=0.2)
-    for length, status in ((10 ** 12, b'413'), (1000, b'408')):
-        sock = connect(server, request({}, **{'Content-Length': length}))
+    server = running(timeout=0.2, max_body=200)
+    for size, status in ((201, b'413'), (20, b'408')):
+        sock = connect(server, request('a' * size, **{'Content-Length': 1000}))
         assert all_of(sock).split()[1] == status
 
 
-def drop(server, n):
-    """Open n connections whose clients disconnect early."""
-    socks = []
-    for k in range(n):
-        data = request(dict(prompt='abcdefgh' * (1 + k % 3), max_tokens=30, n=1 + k % 2,
-                            stream=k % 4 < 2))
-        socks.append(connect(server, data if k % 7 else data[:-5]))
-    for k, sock in enumerate(socks):
-        if k % 5 == 0 and k % 7 and k < 20:
-            sock.recv(100)  # some wait for the beginning of a response, or a refusal
-        if k % 3 == 0:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b'\1\0\0\0\0\0\0\0')  # reset
+@pytest.mark.parametrize('stream', [True, False])
+def test_a_disconnect_cancels_all_choices(running, held, stream):
+    """Of a waiting request and of a running one."""
+    server = running(rows=1)
+    fields = dict(prompt='abcdefgh', max_tokens=50, n=3, stream=stream)
+    socks = [connect(server, request(fields)) for _ in range(2)]
+    server.wait_for(6)
+    assert held.in_step.wait(60)
+    socks[0].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b'\1\0\0\0\0\0\0\0')  # reset
+    for sock in socks:
         sock.close()
-    eventually(lambda: not server.server.server_state.connections)
-
-
-def test_connections_that_are_dropped_leave_nothing_behind(running):
-    server = running(rows=4, max_waiting=40, prefix_budget=50_000)
-    for _ in range(2):
-        drop(server, 75)
+    eventually(lambda: len(server.logged) == 2)
+    held.set()
     assert_free(server.worker)
-    eventually(lambda: not server.server.server_state.tasks)
-    assert server.text(seed=1) == expected('abc', seed=1).text
-    counted = [sample for family in server.metrics.registry.collect() for sample in family.samples
-               if sample.name == 'nanokv_requests_total']
-    statuses = {sample.labels['status'] for sample in counted}
-    assert '499' in statuses and statuses <= {'200', '429', '499'}
-    assert sum(sample.value for sample in counted) > 120
+    assert all(re.search(r' 499: .*, client left$', line) for line in server.logged)
+    assert server.metric('tokens_generated_total') <= 1  # from the step that was paused
+    assert server.metric('requests_total', route=COMPLETIONS, status='499') == 2
+
+
+@pytest.mark.parametrize('path, n', [(COMPLETIONS, 2), ('/nanokv/completions', 1)])
+def test_a_disconnect_within_a_stream_cancels(running, held, path, n):
+    server = running(rows=2)
+    held.release(3)
+    fields = dict(prompt='abcdefgh', max_tokens=50, n=n, stream=True)
+    sock = connect(server, request(fields, path))
+    assert b'200 OK' in sock.recv(65536)
+    other = in_background(lambda: server.text(seed=1))
+    server.wait_for(n + 1)
+    sock.close()
+    eventually(lambda: server.logged)
+    held.set()
+    assert re.search(r' 200: .*, client left$', server.logged[0])
+    assert other.result() == expected('abc', seed=1).text
+    assert_free(server.worker)
 
 
 @pytest.mark.parametrize('more', [dict(), dict(stream=True, logprobs=2), dict(max_tokens=10 ** 6)],
@@ -200,15 +206,15 @@ def stopping(server):
 
 def test_at_the_end_who_runs_is_answered_and_nobody_else(running, held):
     server = running(grace=60.0)
-    threads = [in_background(lambda: ask(server)) for _ in range(3)]
+    statuses = [in_background(lambda: ask(server)) for _ in range(3)]
     server.wait_for(3)
     stopping(server)
     with pytest.raises(OSError):
         connect(server, b'').recv(1)
     held.set()
-    [thread.join() for thread in threads]
+    assert [status.result() for status in statuses] == [200] * 3
     server.thread.join(60)
-    assert [thread.result for thread in threads] == [200] * 3 and not server.worker.is_alive()
+    assert not server.worker.is_alive()
     assert_free(server.worker)
 
 

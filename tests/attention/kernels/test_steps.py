@@ -1,7 +1,4 @@
 """Steps of a cache with the kernels: prompts, chunks, ragged rows, wrapped rings, pages."""
-import pkgutil
-from collections import Counter
-
 import pytest
 import torch
 
@@ -35,16 +32,3 @@ def test_give_what_plain_torch_gives(device, kv_dtype, paged):
     # a different summation order may change a value's int8 rounding, which later layers amplify
     gaps = (found - expected).abs().amax((1, 2))
     assert gaps.max() < (1e-4 if kv_dtype == 'float32' else 5e-2) and gaps.median() < 1e-3
-
-
-@torch.inference_mode()
-def test_first_chunks_of_ragged_rows_are_one_call_a_layer(device, recorded):
-    """In global layers with pages; plain torch attends to them row by row."""
-    model = random_model(GPTConfig(**FULL_STACK), torch.float32).to(device)
-    cache = model.new_cache(3, 20, cache_class=PagedKVCache, n_pages=12, page_size=4)
-    calls = [recorded(pkgutil.resolve_name(module), name, lambda *args, **kwargs: 1)
-             for module, name in [('engine.pages.cache', 'table_attention'),
-                                  ('kv.cache', 'cached_attention')]]
-    model(tokens(3, 7).to(device), cache=cache, lens=[7, 3, 5])
-    kinds = Counter(layer.kind for layer in model.plan.layers)
-    assert list(map(len, calls)) == [kinds['global'], 3 * kinds['local']]
