@@ -57,7 +57,7 @@ def parse(program: str, argv: list[str] | None = None, usage: str = '',
     """
     keys = {key.name: key for key in PROGRAMS[program]}
     values = {name: key.default for name, key in (ALL_KEYS | keys).items()}
-    given, folder = {}, ''
+    given, folder, out_dirs = {}, '', set()
     args = deque(sys.argv[1:] if argv is None else argv)
     if '--help' in args or '-h' in args:
         print(help_text(program, usage))
@@ -70,15 +70,16 @@ def parse(program: str, argv: list[str] | None = None, usage: str = '',
         if arg.startswith('-'):
             name, value = _flag(arg, args, keys)
             source, changed = COMMAND_LINE, {name: value}
+            if name == 'out_dir':
+                out_dirs.add(Path(value))
             if echo:
                 print(f'Overriding: {name} = {value if str(value).isprintable() else repr(value)}')
         elif Path(arg).is_dir() and 'out_dir' in keys:
             if program == 'train':
                 raise UserError(f'{arg!r} is a folder: to train into it use --out_dir={arg}, '
                                 'and to continue from its checkpoint also --init_from=resume')
-            folder = folder or arg
-            if arg != folder:
-                raise UserError(f'two folders are given, {folder!r} and {arg!r}: leave one out')
+            folder = arg
+            out_dirs.add(Path(arg))
             source, changed = COMMAND_LINE, {'out_dir': arg}
         else:
             path = _find(arg, takes_folder=program != 'train' and 'out_dir' in keys)
@@ -92,6 +93,9 @@ def parse(program: str, argv: list[str] | None = None, usage: str = '',
             source, changed = arg, _run_file(arg, path, text, values, keys)
         values.update(changed)
         given.update(dict.fromkeys(changed, source))
+    if folder and len(out_dirs) > 1:
+        raise UserError(f'two folders are given, {" and ".join(sorted(map(str, out_dirs)))}: '
+                        'leave one out')
     settings = Settings(**{name: values[name] for name in keys})
     settings.given = given
     return settings

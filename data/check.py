@@ -13,10 +13,11 @@ import zlib
 from pathlib import Path
 
 from config.errors import UserError
-from config.files import read_json
+from config.files import read_bytes
 from configurator import run_program
 
 CHECKSUMS = 'checksums.json'
+MAX_JSON_BYTES = 2**20  # of checksums.json
 MAX_BYTES = 256 * 2**20  # of a split that is checked when it is opened; it takes up to 0.25 s
 
 
@@ -46,20 +47,21 @@ def read_checksums(folder: Path) -> dict[str, int]:
     sets. Raises UserError if it is damaged."""
     path = folder / CHECKSUMS
     try:
-        known = read_json(path)
+        known = json.loads(read_bytes(path, MAX_JSON_BYTES))
         if all(type(crc) is int and os.path.basename(name) == name for name, crc in known.items()):
             return known
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         pass
     raise UserError(f'{str(path)!r} is damaged: prepare the data set again, or delete that file '
                     'to use the data set unchecked')
 
 
 def compare(path: Path, crc: int, known: dict[str, int]) -> None:
-    """Raise UserError if a file with checksum `crc` has another one in `known`."""
-    if crc != known.get(path.name, crc):
+    """Raise UserError if a file with checksum `crc` has another one in `known`, or none although
+    other files have one: the name may be damaged, too."""
+    if known and crc != known.get(path.name):
         raise UserError(f'{str(path)!r} is not the file that was prepared, by its checksum: if it '
                         'is damaged, prepare the data set again; if you replaced it, delete '
                         f'{str(path.with_name(CHECKSUMS))!r}')
@@ -84,8 +86,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f'{str(folder)!r} has no files of a data set')
     for path in files:
         compare(path, checksum(path), known)
-        print(f'{path.name}: '
-              f'{"as it was prepared" if path.name in known else "it has no checksum"}')
+        print(f'{path.name}: {"as it was prepared" if known else "it has no checksum"}')
 
 
 if __name__ == '__main__':

@@ -91,9 +91,9 @@ def distances(config: GPTConfig) -> dict[str, int]:
 
 
 def long_enough(config: GPTConfig) -> GPTConfig:
-    """The config with twice as many positions as each distance, but for those that are too far."""
-    twice = [2 * n for n in distances(config).values() if 2 * n <= LONGEST]
-    return dataclasses.replace(config, block_size=max(config.block_size, *twice, 1))
+    """The config with twice as many positions as the largest distance, or LONGEST."""
+    twice = 2 * max(distances(config).values(), default=0)
+    return dataclasses.replace(config, block_size=max(config.block_size, min(twice, LONGEST)))
 
 
 def aligned_text(rng: random.Random, config: GPTConfig, name: str, windows) -> str:

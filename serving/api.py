@@ -233,7 +233,8 @@ def _prompt(prompt, service) -> list[int]:
         _check_positions('the prompt', len(prompt), service, 'prompt')
     ids = [whole(i) for i in prompt] if is_list else [None]
     if None in ids:
-        raise _invalid(f'prompt={shown(prompt)}: must be a text, a list of token ids, or a list of '
+        what = 'prompt is missing or empty' if prompt is None else f'prompt={shown(prompt)}'
+        raise _invalid(f'{what}: it must be a text, a list of token ids, or a list of '
                        'texts or of such lists', 'prompt')
     return ids
 

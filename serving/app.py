@@ -33,6 +33,7 @@ from serving.replies import ChatReply, Reply
 from serving.watch import CacheEvent, WatchedChatReply, WatchedReply, plan_document
 from serving.worker import Ticket, Worker
 
+MAX_CONTAINERS = 20_000  # lists and objects in a request
 LAST_SEND_TIMEOUT = 1.0  # seconds to send the error that ends a stream; the client may not read it
 STREAM_HEADERS = [(b'content-type', b'text/event-stream'), (b'cache-control', b'no-cache'),
                   (b'x-accel-buffering', b'no')]  # the last is for nginx
@@ -122,7 +123,9 @@ async def _on_error(request, error):
 
 
 def decoded(body: bytes):
-    """The JSON document of a request."""
+    """The JSON document of a request. Many small lists take far longer than their bytes suggest."""
+    if body.count(b'[') + body.count(b'{') > MAX_CONTAINERS:
+        raise ApiError(400, f'the body has more than {MAX_CONTAINERS:,} lists and objects')
     try:
         return encodable(json.loads(body))
     except (ValueError, RecursionError) as e:

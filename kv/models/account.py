@@ -80,7 +80,10 @@ def _memory(config: dict) -> Memory:
         except TypeError as e:  # an unknown field
             raise UserError(f'this config is not of a model of this version: {e}') from e
         return replace(memory_of_plan(plan_kv(ours)), defaults='GPTConfig')
-    check_sizes(config)
+    try:
+        check_sizes(config)
+    except RecursionError:
+        raise UserError('this config is nested too deeply') from None
     try:
         from kv.models.build import memory_of
         memory = memory_of(config)

@@ -296,9 +296,10 @@ def test_two_folders_are_refused(tmp_path, program):
     for name in ('a', 'b'):
         (tmp_path / name).mkdir()
     a, b = str(tmp_path / 'a'), str(tmp_path / 'b')
-    with pytest.raises(UserError, match="two folders are given, '.*/a' and '.*/b'"):
-        parse(a, b, program=program)
-    assert parse(a, f'--out_dir={b}', a, program=program).out_dir == a
+    for argv in ([a, b], [a, f'--out_dir={b}'], [f'--out_dir={b}', a]):
+        with pytest.raises(UserError, match='two folders are given, .*/a and .*/b'):
+            parse(*argv, program=program)
+    assert parse(a, f'--out_dir={a}/', a, program=program).out_dir == a
 
 
 def test_run_program_shows_warnings_as_one_line_without_their_source():

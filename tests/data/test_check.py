@@ -61,6 +61,13 @@ def test_what_cannot_be_compared_is_named(folder, capsys, change, words):
     assert words in err and err.count('\n') == 1
 
 
+def test_a_damaged_name_of_a_file_does_not_leave_it_unchecked(folder):
+    path = folder / 'checksums.json'
+    path.write_text(path.read_text().replace('val.bin', 'ual.bin'))
+    with pytest.raises(UserError, match='val.bin. is not the file that was prepared'):
+        open_split(folder, 'val')
+
+
 def test_a_data_set_of_nanogpt_has_nothing_to_compare(folder, capsys):
     (folder / 'checksums.json').unlink()
     flip(folder / 'val.bin')

@@ -154,7 +154,7 @@ def test_sequences_are_twice_as_long_as_the_numbers_of_new_fields(monkeypatch):
     new = dataclasses.make_dataclass('NewConfig', fields, bases=(GPTConfig,))
     monkeypatch.setattr(conform, 'GPTConfig', new)
     for changes, length in ((dict(reach=64), 128), (dict(reaches='4,70'), 140),
-                            (dict(n_head=12), 40), (dict(reach=1000), 40)):
+                            (dict(n_head=12), 40), (dict(reach=1000), 512)):
         config = conform.reduced(new(n_layer=1, n_embd=24, **changes))
         assert config.block_size == length
     assert conform.distances(config) == {'reach': 1000}

@@ -123,6 +123,14 @@ def test_bodies_that_are_no_request(serve):
             assert_refused(client.post(path, content=body, headers=JSON), 400)
 
 
+def test_many_small_lists_are_refused_unread(serve, recorded):
+    read = recorded(json, 'loads', lambda body: body)
+    body = b'{"prompt": [' + b'[1],' * 20_000 + b'[1]]}'
+    answer = serve().client.post(COMPLETIONS, content=body, headers=JSON)
+    assert_refused(answer, 400, '20,000 lists')
+    assert body not in read
+
+
 def test_bodies_of_another_type_or_too_large(serve):
     client, body = serve(max_body=200).client, b'{"prompt": "abc"}'
 

@@ -1,5 +1,6 @@
 """The account of other people's models: by hand, without their packages, with damaged configs."""
 import contextlib
+import functools
 import re
 import subprocess
 import sys
@@ -168,6 +169,8 @@ def test_a_config_runs_no_code_of_its_own(monkeypatch):
 
 @pytest.mark.parametrize('config, options, message', [
     (dict(model_type='qwen3_moe', num_experts=10 ** 9), {}, 'at most 2,000 make sense'),
+    (LLAMA | dict(x=functools.reduce(lambda inner, _: {'a': inner}, range(2000), 1)), {},
+     'nested too deeply'),
     (LLAMA | dict(num_hidden_layers=2001), {}, 'num_hidden_layers=2001: at most 2,000 make sense'),
     (dict(model_type='gpt_neo', attention_types=[[['global', 'local'], 10 ** 9]]), {},
      'attention_types=1000000000: at most 1,000,000 make sense'),
