@@ -126,7 +126,8 @@ def test_bodies_that_are_no_request(serve):
 def test_many_small_lists_are_refused_unread(serve, recorded):
     read = recorded(json, 'loads', lambda body: body)
     body = b'{"prompt": [' + b'[1],' * 20_000 + b'[1]]}'
-    answer = serve().client.post(COMPLETIONS, content=body, headers=JSON)
+    client = serve(max_body=200_000).client
+    answer = client.post(COMPLETIONS, content=body, headers=JSON)
     assert_refused(answer, 400, '20,000 lists')
     assert body not in read
 
