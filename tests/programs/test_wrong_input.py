@@ -173,15 +173,6 @@ def test_wrong_settings_are_refused(refused, out, trained, tmp_path, program, ch
 # -- folders and data ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('name, content, named', [
-    ('train.bin', b'', ['0 bytes']), ('meta.pkl', b'\x80\x04junk', []),
-    ('val.bin', b'\x0c\x00' * 2000, ['token 12', 'vocabulary 12', 'of another tokenizer'])])
-def test_train_refuses_damaged_data(refused, tmp_path, own_data_root, name, content, named):
-    (own_data_root / 'tiny' / 'checksums.json').unlink()  # as nanoGPT's data sets
-    (own_data_root / 'tiny' / name).write_bytes(content)
-    refused(train.main, VANILLA | dict(out_dir=tmp_path / 'new'), name, *named)
-
-
 @pytest.mark.parametrize('name, place', [
     ('train.bin', 2000), ('val.bin', 400), ('meta.pkl', 59)])  # a token; the letter b
 def test_one_flipped_bit_of_a_data_set_is_noticed(refused, out, own_data_root, name, place):

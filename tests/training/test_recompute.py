@@ -155,20 +155,6 @@ def test_what_is_recomputed(dropout):
         assert work(policy, train=False)[2] == dict.fromkeys(calls, n)
 
 
-def test_offload_leaves_parameters_and_what_is_small_where_they_are(moved, monkeypatch):
-    model = new_model('vanilla', 'offload')
-    model(tokens(2, 40), tokens(2, 40))[1].backward()
-    own = {p.data_ptr() for p in model.parameters()}
-    everything = copied(moved)
-    assert len(everything) >= 10 * SMALL['n_layer'] and not own & {x.data_ptr() for x in everything}
-    moved.clear()
-    smallest = 4 * 2 * 40 * 4 * 24  # the hidden layer of an MLP
-    monkeypatch.setattr(training.recompute, 'SMALLEST', smallest)
-    model(tokens(2, 40), tokens(2, 40))[1].backward()
-    assert 0 < len(copied(moved)) < len(everything)
-    assert min(x.nbytes for x in copied(moved)) >= smallest
-
-
 # -- names
 
 @pytest.mark.parametrize('name, n_layer, segments', [
