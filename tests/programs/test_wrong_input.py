@@ -122,7 +122,6 @@ PROMPTS = [
     (dict(watch=True), ['watch=True draws one sample', "prompts='text.txt' are many"]),
 ]
 CHAT = [
-    (dict(turn='x'), ['turn=']),
     (dict(user='Q'), ['alphabet lacks']),
     (dict(prefix_budget='much'), ['prefix_budget']),
 ]
@@ -134,19 +133,14 @@ EVALUATE = [
     (dict(out_dir='out', context=17), ['context=17: the model has learned 16 positions']),
 ]
 BENCH = [
-    (dict(batch_size=0), ['batch_size=0']),
     (dict(mode='decode', repeats=4), ['repeats=4', 'at least 5']),
     (dict(dataset='nowhere'), ["'nowhere'", 'data/nowhere/prepare.py', '--real_data=False']),
     (dict(mode='train', against='vanilla'),
      ["against='vanilla'", "mode='train' is compared with 'nanogpt'"]),
-    (dict(mode='decode', batch_sizes='0'), ["batch_sizes='0'", 'at least 1']),
     (dict(mode='decode', contexts='8,30'), ['33', 'block_size=32']),
     (dict(mode='decode', budget='100'), ['budget=100', '12 tokens']),
     (dict(mode='train', against='nanogpt', nanogpt='nowhere'), ["nanogpt='nowhere'"]),
-    (dict(mode='prefill', budget='1GB'), ["budget='1GB'", "mode='decode'"]),
-    (dict(mode='decode', profile=True), ['profile=True', "mode='train'"]),
     (dict(mode='decode', save='nowhere/a.json'), ["save='nowhere/a.json'"]),
-    (dict(mode='recompute', policies='none,blocks'), ["'blocks'", "'every:K'"]),
 ]
 PROGRAMS = {
     'train': (train, dict(VANILLA, out_dir='new'), TRAIN),

@@ -87,12 +87,9 @@ def test_a_long_log_is_read_row_by_row(tmp_path, read, of_each_row):
 
 @pytest.mark.parametrize('content, argv, words', [
     (None, ['nowhere'], "nothing was logged in 'nowhere/metrics.jsonl'"),
-    (b'', [], "nothing was logged in 'out/metrics.jsonl'"),
     (b'{"iter": 0, "loss": [1]}\n', [], 'out/metrics.jsonl is not a metrics.jsonl'),
-    (b'{"iter": 0, "loss": 1' + b'0' * 400 + b'}\n', [], 'is not a metrics.jsonl'),
     (b'{"iter": 0, "loss": 1.0}\n', ['--x=tokens'], 'tokens_per_second: use --x=iter'),
-    *((None, [f'--out={path}'], f'{path} cannot be written')
-      for path in ('no/such/folder.png', 'loss.abacus'))])
+    (None, ['--out=no/such/folder.png'], 'no/such/folder.png cannot be written')])
 def test_what_is_refused(out, tmp_path, content, argv, words):
     if content is not None:
         (tmp_path / 'out' / 'metrics.jsonl').write_bytes(content)

@@ -175,14 +175,3 @@ K = 'K must be a whole number from 1 to n_layer=4'
 def test_other_names_are_refused_with_those_that_are_allowed(name, words):
     with pytest.raises(UserError, match=f"recompute='{name}': {words}"):
         new_model('vanilla', name)
-
-
-@pytest.mark.parametrize('shape', SHAPES)
-def test_segments_hand_on_only_the_k_and_v_that_later_blocks_read(shape, recorded):
-    model = new_model(shape, 'block')
-    handed = recorded(model, '_blocks', lambda first, last, x, kvs, **rest: (first, set(kvs)))
-    model(tokens(2, 40), tokens(2, 40))
-    layers = model.plan.layers
-    read = [{later.slot for later in layers[i:] if not later.owns}
-            & {layer.slot for layer in layers[:i]} for i in range(len(layers))]
-    assert handed == list(enumerate(read))

@@ -5,7 +5,6 @@ import pytest
 
 import bench
 from attention.backends import INTERPRETING, triton_enabled
-from config.errors import UserError
 from tests.programs.support import flags
 
 SHAPE = dict(mode='kernels', n_head=4, n_kv_head=1, n_embd=64, contexts='20,40', batch_sizes=2,
@@ -29,8 +28,3 @@ def test_every_cell_and_its_error(capsys, tmp_path):
             assert side['bytes_per_second'] == pytest.approx(speed)
     assert set(document['write'][0]['sides']) == {'kernel', 'plain torch'}
     assert 'share of a copy' in out and 'QK-norm, RoPE, int8 and write' in out
-
-
-def test_a_machine_without_the_kernels():
-    with triton_enabled(False), pytest.raises(UserError, match='needs CUDA and the triton package'):
-        bench.main(flags(SHAPE))

@@ -55,12 +55,3 @@ def test_requests(run):
     assert cell['ratios']['tokens_per_second']['vllm']['each'] == pytest.approx(
         [a / b for a, b in zip(seconds['vllm'], seconds['ours'])])
     assert 'vLLM in bfloat16' in table.section('x', document) and document['vllm'] == '0'
-
-
-def test_prompts_come_again_and_edited(run):
-    document, asked, ours = run(mode='prefill', contexts='100', message=5)
-    assert asked == ours and len(asked) == 6 * 3
-    assert [cell['prompt'] for cell in document['cells']] == ['cold', 'again', 'edited']
-    for (cold,), (again,), (edited,) in zip(asked[::3], asked[1::3], asked[2::3]):
-        assert again[:100] == cold and len(again) == len(edited) == 105
-        assert edited[:98] == cold[:98] and edited[98:] != again[98:]

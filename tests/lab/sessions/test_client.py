@@ -84,8 +84,6 @@ def choice(**fields):
     return {'choices': [{'index': 0} | fields]}
 
 
-# -- replies ---------------------------------------------------------------------------------------
-
 STREAMS = {
     'vLLM and nanoKV': ([choice(text='ab', token_ids=[5, 6]), choice(text='', token_ids=[7]),
                          choice(text='c', token_ids=[8], finish_reason='length')],
@@ -116,8 +114,6 @@ def test_parts_of_a_reply(scripted, name):
                         'stream_options': {'include_usage': True}}
 
 
-# -- failures --------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize('says, why', [
     (Says([choice(text='a')]), 'ended early'),
     (Says([choice(text='a')], cut=True), 'early|Incomplete'),
@@ -142,16 +138,3 @@ def test_a_busy_server_is_asked_again(scripted, monkeypatch):
     assert all(document['prompt'] == 'abc' for *_, document in server.requests)
     with pytest.raises(Failed, match='refused . times'):  # it stays busy
         asked(Client(scripted(Says(status=429)).url, timeout=0.45))
-
-
-# -- addresses and keys ----------------------------------------------------------------------------
-
-@pytest.mark.parametrize('form, base', [
-    ('127.0.0.1:{}', '/v1'), ('HTTP://LOCALHOST:{}/base/v2/', '/base/v2')])
-def test_forms_of_an_address(scripted, form, base, monkeypatch):
-    monkeypatch.setenv('OPENAI_API_KEY', 'sesame')
-    server = scripted(Says([choice(text='a'), DONE]))
-    asked(Client(form.format(server.server_port)))
-    [(path, headers, _)] = server.requests
-    assert path == f'{base}/completions'
-    assert headers['Authorization'] == 'Bearer sesame'

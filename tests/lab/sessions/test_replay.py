@@ -11,8 +11,6 @@ from tests.helpers.sessions import (
     Fake, forking, line, new_tokens, one_by_one, replay_of, trace_of, written)
 from tests.serving.conftest import Running
 
-# -- prompts ---------------------------------------------------------------------------------------
-
 def test_prompts_continue_with_the_replies_of_the_server_and_what_of_them_is_unavoidable():
     trace = trace_of(forking(at=9), forking(), line(2, message=8), system=6)
     pairs, client = one_by_one(trace), Fake()
@@ -37,10 +35,6 @@ def test_prompts_continue_with_the_replies_of_the_server_and_what_of_them_is_una
     assert found['over_unavoidable'] == pytest.approx(n_prompt / sum(new))
 
 
-# -- failures --------------------------------------------------------------------------------------
-
-# -- when requests are sent ------------------------------------------------------------------------
-
 def test_open_loop():
     """Not before its time, not before the reply before, and not much later than that."""
     trace = trace_of([Request(30 + 20 * at, after, 3, 5 + after) for at, after in (
@@ -58,8 +52,6 @@ def test_open_loop():
     assert len(answers) == 5 and 0.6 < found['seconds'] < 10
     assert client.most == 2 and found['rate'] == 20 and found['users'] == 0
 
-
-# -- numbers, and the program ----------------------------------------------------------------------
 
 def test_a_summary():
     """Of three replies, one of them shorter than asked for, and a failure."""
