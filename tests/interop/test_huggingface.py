@@ -229,9 +229,3 @@ def test_pickles_are_not_read_and_an_untied_lm_head_must_be_there(folder):
     refused(folder, 'lack lm_head.weight')
     (folder / 'model.safetensors').rename(folder / 'pytorch_model.bin')
     refused(folder, 'no *.safetensors', 'safe_serialization=True')
-
-
-def test_a_shard_that_is_missing(tmp_path):
-    saved(tmp_path, max_shard_size='20KB')
-    sorted(tmp_path.glob('model-*.safetensors'))[-1].unlink()
-    refused(tmp_path, 'lack h.')

@@ -41,15 +41,6 @@ def test_the_docs_have_every_field_and_name_those_that_the_export_refuses():
     assert names <= set(re.findall(r'\w+', text))
 
 
-@pytest.mark.parametrize('key, value', [('sliding_window', 3), ('num_hidden_layers', 1)])
-def test_keys_of_two_names_must_agree(key, value):
-    config = GPTConfig(**FULL_STACK)
-    keys = {'nanokv': model_args(config), **derived_keys(config)}
-    assert NanoKVConfig(**keys).num_hidden_layers == config.n_layer
-    with pytest.raises(ValueError, match=f'{key}={value}, but by nanokv it is'):
-        NanoKVConfig(**keys | {key: value})
-
-
 @pytest.mark.parametrize('shape', SHAPES)
 def test_shapes_and_accounted_bytes_are_those_of_what_is_exported(shape):
     config = GPTConfig(**shape)

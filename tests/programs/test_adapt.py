@@ -50,12 +50,3 @@ def test_a_changed_model_has_no_best_loss_yet(tmp_path, trained, settings, saved
     run = run_train(tmp_path, init_from='resume', max_iters=10, always_save_checkpoint=False,
                     **settings)
     assert (load(run.path)['best_val_loss'] > 1) == saved
-
-
-def test_keys_that_were_not_given_come_from_the_checkpoint(tmp_path, trained):
-    shutil.copytree(trained['full'], tmp_path / 'out')
-    given = dict(dataset='tiny', device='cpu', compile=False, batch_size=2,
-                 gradient_accumulation_steps=1, eval_iters=1)
-    run = run_train(tmp_path / 'out', given, init_from='resume', max_iters=10, eval_interval=1)
-    before, after = load(trained['full'] / 'ckpt.pt'), load(run.path)
-    assert after['model_args'] == before['model_args'] and after['config']['block_size'] == 16

@@ -100,21 +100,3 @@ def test_a_failed_reply_takes_its_turn_back(talk, monkeypatch):
     monkeypatch.setattr(Engine, '_sample', sample)
     out = talk(['ba', '/history'])
     assert 'not finite' in out and talk.turns() == before and out.splitlines()[-1].count('ac') == 1
-
-
-def test_turns_that_exceed_the_context_are_left_out_of_prompts_alone(talk, recorded):
-    submitted = recorded(Engine, 'submit', lambda engine, prompt, params: len(prompt))
-    out = talk(['ab' * 5] * 12, max_seq_len=100)
-    assert 0 < out.count('it sees turns ') < 6  # many turns are dropped at once, so this is rare
-    assert max(submitted) <= 100
-    assert [text for name, text in talk.turns() if name == 'a'] == ['ab' * 5] * 12
-
-
-def test_a_turn_that_cannot_be_said_changes_nothing(talk):
-    talk(['ab', 'ba'])
-    before = talk.turns()
-    out = talk(['/edit Q', '/edit ' + 'ab' * 90, 'ab' * 90, '/undo', '/retry'], user='j')
-    assert out.count('/edit: you have said nothing yet') == 2 and 'longer than half' in out
-    assert '(4 turns' in out and talk.turns() == before
-    out = talk(['/edit Q', '/edit ' + 'ab' * 90])
-    assert 'alphabet lacks' in out and 'longer than half' in out and talk.turns() == before

@@ -100,21 +100,6 @@ def test_a_disk_that_fills_up_ends_the_run_with_what_it_has(tmp_path, at_step, v
     assert run_train(tmp_path, init_from='resume', max_iters=9).rows[-1]['iter'] == 9
 
 
-def test_a_full_disk_names_the_checkpoint_to_go_on_from(tmp_path, monkeypatch, val_losses):
-    val_losses[2] = 1.0
-    run_train(tmp_path, eval_interval=2, max_iters=6)
-    before = contents(tmp_path)
-    monkeypatch.setattr(torch, 'save', full_disk)
-    with pytest.raises(UserError, match='No space left on device; this run has no earlier one$'):
-        run_train(tmp_path / 'new', checkpoint_interval=2)
-    assert contents(tmp_path / 'new').keys() == {'metrics.jsonl'}
-    with pytest.raises(UserError, match='ckpt_best.pt of iteration 2 is kept, .*=ckpt_best.pt$'):
-        run_train(tmp_path, init_from='resume', resume_from='ckpt_best.pt', checkpoint_interval=2)
-    # the dropped rows belong to checkpoints that still exist
-    assert (tmp_path / 'metrics_old.jsonl').read_bytes() == before['metrics.jsonl']
-    assert all((tmp_path / name).read_bytes() == before[name] for name in before if '.pt' in name)
-
-
 def test_two_interrupts_while_writing_leave_the_previous_checkpoint(tmp_path, monkeypatch):
     run = run_train(tmp_path, max_iters=4)
     before = run.path.read_bytes()

@@ -108,16 +108,6 @@ def test_it_is_kept_through_kills_and_resumes(tmp_path, val_losses, at_step, cap
     assert kept(tmp_path) == {'ckpt.pt': 11, 'ckpt_best.pt': 4}
 
 
-def test_evaluated_again_after_a_resume_it_is_still_the_best(tmp_path, val_losses, at_step):
-    val_losses[4] = 1.0
-    run_train(tmp_path, eval_interval=4, max_iters=4)
-    val_losses[4] = 1.5  # as with more eval_iters
-    killed_at(at_step, 4, tmp_path, eval_interval=4, init_from='resume')
-    assert kept(tmp_path) == {'ckpt.pt': 4} and load(tmp_path / 'ckpt.pt')['holds_best']
-    run_train(tmp_path, eval_interval=4, max_iters=8, init_from='resume')
-    assert kept(tmp_path) == {'ckpt.pt': 8, 'ckpt_best.pt': 4}
-
-
 # -- resuming from one before the latest -----------------------------------------------------------
 
 def test_later_checkpoints_are_renamed_and_later_rows_dropped(
@@ -136,15 +126,6 @@ def test_later_checkpoints_are_renamed_and_later_rows_dropped(
     run_train(out, **settings, init_from='resume')
     assert losses(out) == losses(tmp_path / 'whole')
     assert_same_weights(final_weights(), whole)
-
-
-def test_resuming_from_the_best_which_keeps_its_name(tmp_path, val_losses):
-    val_losses[2] = 1.0
-    run_train(tmp_path, eval_interval=2, max_iters=6)
-    run_train(tmp_path, eval_interval=3, max_iters=3, init_from='resume',
-              resume_from='ckpt_best.pt')
-    assert kept(tmp_path) == {'ckpt.pt': 3, 'ckpt_best.pt': 2, 'ckpt_old.pt': 6}
-    assert load(tmp_path / 'ckpt.pt')['best_val_loss'].item() == 1.0
 
 
 def test_a_checkpoint_without_a_run_id_owns_no_other(tmp_path):

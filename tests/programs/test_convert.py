@@ -29,15 +29,10 @@ def test_training_goes_on_from_a_converted_checkpoint(trained, tmp_path, capsys)
 
 
 def test_what_a_config_asks_for_in_vain_is_named(trained, tmp_path, capsys):
-    asked = dict(n_kv_head=1, pos_embedding='rope', qk_norm=True, mlp_hidden=80, n_layer=2,
-                 n_embd=32, dropout=0.25, learning_rate=0.5, max_iters=7)
     path = tmp_path / 'asked.py'
-    path.write_text('\n'.join(f'{name} = {value!r}' for name, value in asked.items()))
+    path.write_text('n_kv_head = 1\nqk_norm = True\nn_embd = 32\ndropout = 0.25\nn_layer = 2')
     convert.main([str(trained['vanilla']), str(tmp_path / 'new'), str(path)])
     out = capsys.readouterr().out
-    [line] = [line for line in out.splitlines() if line.startswith('As the model was trained')]
-    kept = {"pos_embedding = 'learned' (not 'rope')", 'qk_norm = False (not True)',
-            'mlp_hidden = 0 (not 80)', 'n_embd = 16 (not 32)'}
-    assert set(line.partition(': ')[2].split(', ')) == kept
+    assert 'qk_norm = False (not True)' in out and 'n_embd = 16 (not 32)' in out
     args = load_checkpoint(tmp_path / 'new' / 'ckpt.pt')['model_args']
-    assert (args['n_kv_head'], args['dropout']) == (1, 0.25)
+    assert (args['n_kv_head'], args['dropout']) == (1, 0.25) and 'n_layer = 2 (not' not in out

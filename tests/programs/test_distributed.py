@@ -13,7 +13,7 @@ import train
 from config.errors import UserError
 from tests.helpers.mechanisms import CHANGES
 from tests.programs.support import (
-    FULL_STACK, VANILLA, contents, flags, load, losses, metrics, run_train, start_program)
+    FULL_STACK, VANILLA, flags, load, losses, metrics, run_train, start_program)
 from training.checkpoint_manager import peek
 from training.device import multiplies_bfloat16
 from training.distributed import Ranks, go_on_after_restart
@@ -152,14 +152,6 @@ def test_a_signal_to_one_process_stops_all(tmp_path, data_root, during):
     saved = re.findall(r'(another process was stopped|SIGTERM): saved iteration (\d+)', out)
     assert len(saved) == 1 and int(saved[0][1]) == load(tmp_path / 'ckpt.pt')['iter_num']
     assert (saved[0][1] == '1') == evaluates
-
-
-@pytest.mark.slow
-def test_evaluating_alone_is_shared_and_writes_nothing(tmp_path, data_root):
-    settings = SIX_STEPS | dict(eval_only=True, eval_iters=1)  # fewer batches than processes
-    one, two = (run(data_root, n, tmp_path / 'out', **settings) for n in (1, 2))
-    lines = [re.findall(r'^step 0:.*', out, re.M) for out in (one, two)]
-    assert lines[0] == lines[1] and len(lines[0]) == 1 and contents(tmp_path / 'out') == {}
 
 
 def test_processes_share_micro_batches_evenly():

@@ -11,7 +11,6 @@ import configurator
 import sample
 import serve
 import train
-from config import startup
 from config.errors import UserError
 from data.text import prepare
 from tests.programs.support import ROOT, VANILLA, flags, metrics, run_train
@@ -73,19 +72,6 @@ def test_threads_that_wait_do_not_keep_others_from_running(chosen, expected):
                           capture_output=True,
                           env=environment | chosen | {'OMP_DISPLAY_ENV': 'VERBOSE'})
     assert f"GOMP_SPINCOUNT = '{expected}'" in done.stderr
-
-
-def test_the_environment_is_named_where_there_is_one(tmp_path, monkeypatch, capsys):
-    """Modules that are no requirement keep their traceback."""
-    (tmp_path / '.venv/bin').mkdir(parents=True)
-    (tmp_path / '.venv/bin/activate').touch()
-    monkeypatch.setattr(startup, 'ROOT', tmp_path)
-    monkeypatch.chdir(tmp_path)
-    for name in ('rich', 'pandas'):
-        startup.excepthook(ModuleNotFoundError, ModuleNotFoundError(name, name=name), None)
-    message = capsys.readouterr().err
-    assert 'has no rich: activate the environment (source .venv/bin/activate) or inst' in message
-    assert message.endswith('ModuleNotFoundError: pandas\n')
 
 
 # -- which checkpoint a program reads --------------------------------------------------------------

@@ -1,25 +1,19 @@
 """The programs on a GPU give what the CPU gives (`lab/scripts/gpu_check.sh --part=exact`)."""
-import json
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
-import bench
 from config.gpt_config import GPTConfig
 from engine.steps.captured import CapturedDecode, captured_decode
 from engine.engine import Engine
 from engine.requests.params import SamplingParams
 from engine.requests.sampler import TopPSampler
 from generate import Generation
-from lab.benchmarks import bandwidth, kernels
 from model import GPT
 from tests.helpers.models import FULL_STACK as MODEL
 from tests.helpers.models import VOCAB, random_model
-from tests.programs.support import FULL_STACK, HARD, ROOT, VANILLA, flags, losses, run_train
+from tests.programs.support import FULL_STACK, HARD, VANILLA, run_train
 
 pytestmark = pytest.mark.gpu
 GPU = dict(device='cuda', dtype='float32', tf32=False)
@@ -79,17 +73,6 @@ def test_resuming_is_exact(tmp_path):
     assert_near(parts, whole)
 
 
-def test_one_process_under_torchrun(tmp_path, data_root):
-    settings = dict(dataset='recall', recall_task='distances=3', block_size=20, device='cuda',
-                    out_dir=tmp_path, max_iters=5)
-    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=1',
-               'train.py', *flags(VANILLA | settings)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True,
-                          env=os.environ | {'OMP_NUM_THREADS': '1'})
-    assert done.returncode == 0, done.stderr
-    assert len(losses(tmp_path)) == 6
-
-
 # -- sampling --------------------------------------------------------------------------------------
 
 def test_a_generation_never_waits_for_the_device():
@@ -122,31 +105,3 @@ def test_the_engine_gives_the_texts_of_the_cpu(kv_dtype, asynchronous, temperatu
         assert isinstance(engine.fast_decode, CapturedDecode) == (device == 'cuda')
     # rounding may break a tie differently, after which the text differs
     assert sum(a == b for a, b in zip(*texts)) >= 7
-
-
-# -- benchmarks ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize('settings', [
-    dict(mode='decode', against='vanilla', batch_sizes='1,3', steps=4, compile=True),
-    dict(mode='decode', steps=4, kv_dtype='int8'),
-    dict(mode='prefill'),
-    dict(mode='serve', batch_sizes='2', requests=4, output_lengths='2,8'),
-    dict(mode='recompute', policies='none,block,offload'),
-    dict(mode='train', real_data=False, profile=True, device='cuda:0'),
-    dict(mode='kernels', contexts='64', batch_sizes='2', tune=True)], ids=lambda s: s['mode'])
-def test_bench(capsys, monkeypatch, settings, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bandwidth, 'BUFFER_BYTES', 2 ** 24)
-    monkeypatch.setattr(kernels, 'TUNINGS', kernels.TUNINGS[:3])
-    stack = FULL_STACK | BIG | dict(window_size=16)
-    shape = {name: value for name, value in stack.items() if hasattr(GPTConfig, name)}
-    more = {} if settings['mode'] == 'train' else dict(contexts='30')
-    bench.main(flags(shape | more | dict(device='cuda', dtype='bfloat16', json=True) | settings))
-    document = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert document['device'] == torch.cuda.get_device_name() or 'trace' in document
-    if settings['mode'] == 'kernels':
-        sides = document['decode'][0]['sides']
-        for name, side in sides.items():
-            assert 'failed' in side or side['error'] < 5e-2, name
-        assert 'failed' not in sides['kernel, int8']

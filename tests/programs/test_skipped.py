@@ -88,9 +88,9 @@ def test_thin_logs_and_the_end_of_a_run_report_all_skipped(tmp_path, capsys, at_
     at_step(11, raise_signal(signal.SIGINT))
     rows = run_train(tmp_path, max_iters=20, eval_interval=100, log_interval=4).rows
     assert [row['skipped'] for row in rows][:3] == [0, 2, 3]
-    which = ['2 iterations, the last of them 2', 'iteration 6', '2 iterations, the last of them 10']
-    lines = [f'skipped {each}: loss or gradients were not finite' for each in which]
-    assert re.findall('^skipped.*', capsys.readouterr().out, re.M) == lines
+    told = re.findall('^skipped (.*):', capsys.readouterr().out, re.M)
+    assert told == ['2 iterations, the last of them 2', 'iteration 6',
+                    '2 iterations, the last of them 10']
     assert load(tmp_path / 'ckpt.pt')['skipped'] == 5
     poisoned({14: lambda run: bad_gradient(run, math.nan)})
     rows = run_train(tmp_path, init_from='resume', log_interval=4, eval_interval=100).rows

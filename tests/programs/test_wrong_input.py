@@ -122,7 +122,6 @@ PROMPTS = [
     (dict(watch=True), ['watch=True draws one sample', "prompts='text.txt' are many"]),
 ]
 CHAT = [
-    (dict(turn='x'), ['turn=']),
     (dict(user='Q'), ['alphabet lacks']),
     (dict(prefix_budget='much'), ['prefix_budget']),
 ]
@@ -134,19 +133,14 @@ EVALUATE = [
     (dict(out_dir='out', context=17), ['context=17: the model has learned 16 positions']),
 ]
 BENCH = [
-    (dict(batch_size=0), ['batch_size=0']),
     (dict(mode='decode', repeats=4), ['repeats=4', 'at least 5']),
     (dict(dataset='nowhere'), ["'nowhere'", 'data/nowhere/prepare.py', '--real_data=False']),
     (dict(mode='train', against='vanilla'),
      ["against='vanilla'", "mode='train' is compared with 'nanogpt'"]),
-    (dict(mode='decode', batch_sizes='0'), ["batch_sizes='0'", 'at least 1']),
     (dict(mode='decode', contexts='8,30'), ['33', 'block_size=32']),
     (dict(mode='decode', budget='100'), ['budget=100', '12 tokens']),
     (dict(mode='train', against='nanogpt', nanogpt='nowhere'), ["nanogpt='nowhere'"]),
-    (dict(mode='prefill', budget='1GB'), ["budget='1GB'", "mode='decode'"]),
-    (dict(mode='decode', profile=True), ['profile=True', "mode='train'"]),
     (dict(mode='decode', save='nowhere/a.json'), ["save='nowhere/a.json'"]),
-    (dict(mode='recompute', policies='none,blocks'), ["'blocks'", "'every:K'"]),
 ]
 PROGRAMS = {
     'train': (train, dict(VANILLA, out_dir='new'), TRAIN),
@@ -171,15 +165,6 @@ def test_wrong_settings_are_refused(refused, out, trained, tmp_path, program, ch
 
 
 # -- folders and data ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize('name, content, named', [
-    ('train.bin', b'', ['0 bytes']), ('meta.pkl', b'\x80\x04junk', []),
-    ('val.bin', b'\x0c\x00' * 2000, ['token 12', 'vocabulary 12', 'of another tokenizer'])])
-def test_train_refuses_damaged_data(refused, tmp_path, own_data_root, name, content, named):
-    (own_data_root / 'tiny' / 'checksums.json').unlink()  # as nanoGPT's data sets
-    (own_data_root / 'tiny' / name).write_bytes(content)
-    refused(train.main, VANILLA | dict(out_dir=tmp_path / 'new'), name, *named)
 
 
 @pytest.mark.parametrize('name, place', [

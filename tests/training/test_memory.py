@@ -11,8 +11,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import training.loss
-from attention.kernels.flex import _block_masks
-from config.errors import UserError
 from config.gpt_config import GPTConfig
 from model import GPT
 from tests.helpers.mechanisms import CHANGES
@@ -106,37 +104,6 @@ def test_a_prediction_counts_accumulation_and_another_length_than_the_models():
     assert once.activations == further.activations
 
 
-def test_bytes_by_hand():
-    config = GPTConfig(**BASE)
-    m, chunked = (predicted(config, chunked_loss=each)['none'] for each in (False, True))
-    N, n = sum(p.numel() for p in GPT(config).parameters()), B * T
-    assert (m.parameters, m.gradients) == (4 * N, 4 * N)
-    mlp = L * 4 * n * 8 * C                       # hidden layer before and after GELU
-    attention = L * 4 * n * (3 * C + C + 4)       # q, k, v; output; logsumexp of 4 heads
-    norms = (2 * L + 1) * 4 * n * (C + 2)         # output, mean, deviation
-    stream = 4 * n * C * (2 * L + 1)
-    assert m.activations == mlp + attention + norms + stream + 8 * T  # and the positions
-    # log-probabilities and their gradient
-    assert m.loss_peak >= 2 * 4 * n * V
-    assert chunked.loss_peak < m.loss_peak / 2
-
-
-def test_measuring_leaves_nothing():
-    model = GPT(GPTConfig(**SHAPES['gqa'])).eval()
-    set_recompute(model, 'mlp')
-    grads = [torch.ones_like(p) for p in model.parameters()]
-    for p, grad in zip(model.parameters(), grads):
-        p.grad = grad
-    before, masks = torch.get_rng_state(), dict(_block_masks)
-    measure(model, batch(), accumulate=True)  # with dropout
-    predicted(model.config)
-    assert torch.equal(torch.get_rng_state(), before) and _block_masks == masks
-    for p, grad in zip(model.parameters(), grads):
-        assert p.grad is grad and bool((grad == 1).all())
-    assert not model.training
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
 # -- the program
 
 FLAGS = ['--n_layer=2', '--n_head=2', '--n_embd=32', '--block_size=32', '--batch_size=4',
@@ -153,11 +120,3 @@ def test_the_program_prints_predictions(capsys):
     assert document['policies'] == {name: vars(m) for name, m in predictions.items()}
     assert list(predictions) == ['none', 'selective', 'mlp', 'block', 'sqrt', 'every:2']
     assert re.search('^every:2 +.* MB', out, re.M)
-
-
-@pytest.mark.parametrize('flag, words', [
-    ('--batch_size=0', 'must be at least 1'), ('--device=nowhere', 'cannot be used here'),
-    ('--n_head=5', 'n_head'), ('--budget=8GB', 'budget')])
-def test_wrong_input_is_one_line(flag, words):
-    with pytest.raises(UserError, match=words):
-        main([*FLAGS, flag])

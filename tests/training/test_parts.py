@@ -3,7 +3,6 @@ import mmap
 import platform
 import random
 import resource
-import sys
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from config.errors import UserError
 from config.sizes import physical_memory
 from model import GPT, GPTConfig
 from training.checkpoint import rng_state, save_checkpoint, set_rng_state
-from training.device import MemoryUse, keep_freed_memory, memory_use, pick_device, pick_dtype
+from training.device import keep_freed_memory, memory_use, pick_device, pick_dtype
 from training.optim import configure_optimizers
 
 CPU, F32 = torch.device('cpu'), torch.float32
@@ -85,10 +84,3 @@ def test_memory_of_the_process_is_in_bytes_and_its_peak_stays():
     assert after.used < during.used - 60 * 2 ** 20
     assert after.peak >= during.peak * 0.99 >= during.used * 0.99
     assert after.total == physical_memory()
-
-
-def test_where_the_system_says_nothing_there_are_no_figures(monkeypatch):
-    monkeypatch.setattr('training.device.physical_memory', lambda: 0)
-    monkeypatch.setattr('builtins.open', lambda *a: (_ for _ in ()).throw(FileNotFoundError()))
-    monkeypatch.setitem(sys.modules, 'resource', None)
-    assert memory_use(CPU) == MemoryUse(None, None, None)

@@ -7,13 +7,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import model as model_module
-import training.loss
 from attention import causal_attention
 from attention.rope import apply_rope
 from model import GPT, GPTConfig
 from tests.helpers.models import FULL_STACK, tokens
-from training import native
-from training.loss import cross_entropy, linear_cross_entropy
 
 HALF = pytest.mark.parametrize('half', [torch.bfloat16, torch.float16], ids=['bf16', 'fp16'])
 
@@ -118,22 +115,3 @@ def test_the_softmax_of_attention(half, window, n_kv_head, dropout_p):
     assert (y.double() - exact).abs().max() < 2 * rounding(half) * v.double().abs().max()
     rough = scores.to(half).double().softmax(-1) @ wide[2]  # the bound above must exclude it
     assert (rough - exact).abs().max() > 4 * rounding(half) * v.double().abs().max()
-
-
-@HALF
-def test_the_loss_is_the_float32_loss_of_the_half_logits(half, monkeypatch):
-    monkeypatch.setattr(training.loss, 'CHUNK_BYTES', {'cpu': 4 * 50 * 16})
-    torch.manual_seed(2)
-    x, weight, targets = torch.randn(100, 24), torch.randn(50, 24), torch.randint(50, (100,))
-    with autocast(half):
-        logits = F.linear(x, weight)
-        losses = [cross_entropy(logits, targets), linear_cross_entropy(x, weight, targets)]
-        if native.library():  # it needs a compiler
-            losses.append(linear_cross_entropy(x, weight, targets,
-                                               gradients=native.softmax_gradients))
-    wanted = F.cross_entropy(logits.double(), targets)
-    for loss in losses:
-        assert logits.dtype == half and loss.dtype == torch.float32
-        assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
-    in_half = F.cross_entropy(logits, targets)
-    assert abs(in_half.item() - wanted.item()) > 1e-5 * wanted.item()

@@ -121,19 +121,6 @@ def test_an_error_is_told_again_until_it_goes_back(folder, monkeypatch):
     batches.close()
 
 
-@pytest.mark.parametrize('name, expected', [('cuda:1', [(1, 'batches_0')]), ('cuda', [])])
-def test_the_thread_uses_the_device_of_its_process(folder, monkeypatch, name, expected):
-    """torch refuses to set a device without an index."""
-    used, batches = [], batches_of(folder)
-    batches.batches.device = torch.device(name)
-    monkeypatch.setattr('training.batches.on_device', lambda tensors, device: tensors)
-    monkeypatch.setattr(torch.cuda, 'set_device', lambda device: used.append(
-        (device.index, threading.current_thread().name)))
-    batches.next()
-    batches.close()
-    assert used == expected
-
-
 def test_a_process_that_ends_while_its_thread_is_at_work_ends_well(tmp_path):
     """torch in a separate thread would abort it at interpreter shutdown."""
     program = """if True:

@@ -155,20 +155,6 @@ def test_what_is_recomputed(dropout):
         assert work(policy, train=False)[2] == dict.fromkeys(calls, n)
 
 
-def test_offload_leaves_parameters_and_what_is_small_where_they_are(moved, monkeypatch):
-    model = new_model('vanilla', 'offload')
-    model(tokens(2, 40), tokens(2, 40))[1].backward()
-    own = {p.data_ptr() for p in model.parameters()}
-    everything = copied(moved)
-    assert len(everything) >= 10 * SMALL['n_layer'] and not own & {x.data_ptr() for x in everything}
-    moved.clear()
-    smallest = 4 * 2 * 40 * 4 * 24  # the hidden layer of an MLP
-    monkeypatch.setattr(training.recompute, 'SMALLEST', smallest)
-    model(tokens(2, 40), tokens(2, 40))[1].backward()
-    assert 0 < len(copied(moved)) < len(everything)
-    assert min(x.nbytes for x in copied(moved)) >= smallest
-
-
 # -- names
 
 @pytest.mark.parametrize('name, n_layer, segments', [
@@ -189,14 +175,3 @@ K = 'K must be a whole number from 1 to n_layer=4'
 def test_other_names_are_refused_with_those_that_are_allowed(name, words):
     with pytest.raises(UserError, match=f"recompute='{name}': {words}"):
         new_model('vanilla', name)
-
-
-@pytest.mark.parametrize('shape', SHAPES)
-def test_segments_hand_on_only_the_k_and_v_that_later_blocks_read(shape, recorded):
-    model = new_model(shape, 'block')
-    handed = recorded(model, '_blocks', lambda first, last, x, kvs, **rest: (first, set(kvs)))
-    model(tokens(2, 40), tokens(2, 40))
-    layers = model.plan.layers
-    read = [{later.slot for later in layers[i:] if not later.owns}
-            & {layer.slot for layer in layers[:i]} for i in range(len(layers))]
-    assert handed == list(enumerate(read))

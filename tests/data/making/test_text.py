@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from config.errors import UserError
 from data.gpt2_bpe import END_OF_TEXT
-from data.making.textfiles import find_files, pieces, read_texts, split
+from data.making.textfiles import find_files, pieces, split
 from data.tokenfiles import read_meta
 from tests.data.support import ids_of, texts_of
 
@@ -142,14 +142,6 @@ def test_hidden_files_and_second_links_are_left_out_and_unreadable_folders_told(
         assert [path.name for path in find_files(inputs, '*')] == ['a.txt']
         assert "locked': Permission denied\n" in capsys.readouterr().err
     assert [path.name for path in find_files([folder / '.b.txt'], '*')] == ['.b.txt']
-
-
-def test_what_is_not_text_is_skipped(tmp_path, capsys):
-    for name, content in (('a', b'good'), ('b', b''), ('c', b'caf\xe9'), ('d', b'go\0d')):
-        (tmp_path / name).write_bytes(content)
-    assert read_texts(sorted(tmp_path.iterdir())) == ['good']
-    err = capsys.readouterr().err
-    assert all(word in err for word in ('is empty', 'not UTF-8', 'zero bytes'))
 
 
 @pytest.mark.parametrize('argv, words', [

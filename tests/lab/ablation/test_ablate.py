@@ -1,10 +1,6 @@
 """ablate.py end to end: it trains, evaluates, resumes after a stop, and reports failures."""
 import json
-import os
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -84,52 +80,6 @@ def printed(capsys, argv):
     capsys.readouterr()
     ablate.main(argv)
     return capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_one_failing_row_is_shown_and_the_others_are_trained(ladder, capsys):
-    """Its settings are valid, but not with this data."""
-    argv, folder = ladder
-    rows = """'+ odd': dict(learning_rate=1e30),
-    '+ MQA': dict(n_kv_head=1, learning_rate=1e-3)"""
-    text = LADDER.replace("'+ MQA': dict(n_kv_head=1)", rows) + 'max_skipped = 1\n'
-    Path(argv[0]).write_text(text)
-    with pytest.raises(SystemExit) as end:
-        ablate.main([*argv, '--jobs=2'])
-    assert end.value.code == 1
-    out = capsys.readouterr()
-    _, odd, fine, _ = json.loads((folder / 'results.json').read_text())['rows']
-    assert fine['seeds'] == [1] and odd['seeds'] == []
-    assert '+ odd, seed 1: failed: iteration 1: the loss is nan' in out.err
-    assert '+ odd (seeds 1)' in out.out and '+ odd (seeds 1)' in (folder / 'report.md').read_text()
-
-
-@pytest.mark.slow
-def test_stopped_it_goes_on_where_it_was(ladder):
-    argv, folder = ladder
-    argv += ['--max_iters=700', '--lr_decay_iters=700', '--eval_interval=700', '--only=MHA',
-             '--jobs=1']
-    _, rows = read_ladder(argv, echo=False)
-    run = Results(rows).out_dir(rows.rows['MHA'], 1)
-    metrics = run / 'metrics.jsonl'
-    process = subprocess.Popen(
-        [sys.executable, ablate.__file__, *argv], stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, start_new_session=True)
-    deadline = time.time() + 120
-    while not metrics.exists() or metrics.read_text().count('\n') < 20:
-        assert process.poll() is None and time.time() < deadline, process.stdout.read()
-        time.sleep(0.05)
-    os.kill(process.pid, signal.SIGTERM)
-    out, _ = process.communicate(timeout=120)
-    assert process.returncode == 143, out
-    assert 'saved iteration' in (run / 'train.log').read_text() and (run / 'ckpt.pt').is_file()
-    assert not (folder / 'runs.jsonl').exists() and metrics.read_text().count('\n') < 701
-
-    ablate.main(argv)
-    assert 'Resuming training from' in (run / 'train.log').read_text()
-    found = [json.loads(line)['iter'] for line in metrics.read_text().splitlines()]
-    assert found == list(range(701))
-    assert list(Results(rows).runs()) == [('mha', 1)]
 
 
 @pytest.mark.parametrize('flags, wanted', [

@@ -6,17 +6,11 @@ import pytest
 import torch
 
 from config.errors import UserError
-from data.bpe import bpe_of, encode_documents
-from data.making.writer import write_dataset
 from data.recall.tasks import LagTask
-from data.tokenizer import BPETokenizer, CharTokenizer
-from training.evaluate import window_starts
-from engine.weights.quantize import weights_dtype
+from data.tokenizer import CharTokenizer
 from kv.cache import KVCache
 from lab.ablation import lookup, measure
-from lab.ablation.identifiers import find_identifiers, loss_by_distance
 from model import GPT
-from tests.lab.ablation.conftest import CONFIG
 
 ALPHABET = 'abcdefghijklm'
 TOKENIZER = CharTokenizer({c: i for i, c in enumerate(ALPHABET)}, dict(enumerate(ALPHABET)))
@@ -66,49 +60,6 @@ def test_a_cache_that_gives_other_losses_is_an_error(kv_dtype, ladder, saved, mo
     monkeypatch.setattr(KVCache, 'commit', forgetful)
     with pytest.raises(RuntimeError, match='is not that of the forward pass'):
         measure.losses(model, row, WINDOWS, TOKENIZER)
-
-
-def test_a_row_with_int8_weights_is_judged_with_them(ladder_of, tmp_path, saved, monkeypatch):
-    ladder = ladder_of(CONFIG.replace("dict(kv_share='AAB')),", "dict(weight_dtype='int8')),"))
-    monkeypatch.setattr(measure, 'training_figures', lambda *_: {})
-    monkeypatch.setattr(measure, 'recall', lambda model, *_: weights_dtype(model))
-    plain, int8 = (measure.measure(ladder, ladder.rows[name], 1, saved, tmp_path / 'ckpt.pt')
-                   for name in ('+ windows', 'shared'))
-    assert (plain['recall'], int8['recall']) == ('float32', 'int8')
-    assert plain['params_all'] == int8['params_all'] == 34_592
-    assert plain['fingerprint'] != int8['fingerprint']
-
-
-def test_identifiers_cost_what_the_forward_pass_says(ladder_of, tmp_path, monkeypatch):
-    texts = ['first = 1\nsecond = first + first\n', 'def third(first):\n    return second\n'] * 20
-    meta, encoding = bpe_of('bpe:280', texts)
-    ids = encode_documents(encoding, texts)
-    write_dataset(tmp_path / 'source', {'train': ids, 'val': ids}, meta)
-    monkeypatch.setattr('lab.ablation.ladder.DATA_ROOT', tmp_path)
-    monkeypatch.setattr(measure, 'ensure_dataset', lambda name: tmp_path / name)
-    monkeypatch.setattr(measure, 'training_figures', lambda *_: {})
-    ladder = ladder_of("""
-base = 'config/char_vanilla.py'
-dataset = 'source'
-identifiers = True
-n_layer, n_head, n_embd, block_size = 2, 2, 32, 64
-rows = {'local': dict(layer_pattern='L', window_size=8, pos_embedding='rope')}
-""")
-    row = ladder.rows['local']
-    torch.manual_seed(0)
-    model = GPT(ladder.trained_config(row)).eval()
-    saved = {'model': model.state_dict(), 'model_args': vars(model.config)}
-    found = measure.measure(ladder, row, 1, saved, tmp_path / 'ckpt.pt')
-
-    starts = np.array(window_starts(len(ids), 64))
-    x = torch.from_numpy(np.stack([ids[start:start + 65] for start in starts]).astype('int64'))
-    with torch.no_grad():
-        logits = model(x[:, :-1], all_logits=True)[0]
-    nats = torch.nn.functional.cross_entropy(logits.mT, x[:, 1:], reduction='none')
-    expected = loss_by_distance(nats.numpy(), starts, find_identifiers(ids, BPETokenizer(encoding)))
-    assert sum(each['count'] for each in expected.values()) > 60
-    assert found['identifiers'] == {key: pytest.approx(each, rel=1e-4)
-                                    for key, each in expected.items()}
 
 
 def test_a_row_that_changes_at_inference_gets_converted_weights(ladder, saved):

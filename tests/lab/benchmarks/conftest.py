@@ -1,17 +1,7 @@
-"""A clock that only moves when a test advances it."""
-from types import SimpleNamespace
-
+"""Tests of the benchmarks copy little memory."""
 import pytest
 
-from lab.benchmarks import bandwidth, clock
-
-
-@pytest.fixture
-def fake_clock(monkeypatch):
-    """The clock that the benchmarks read; `fake_clock.time` is in seconds."""
-    fake = SimpleNamespace(time=0.0)
-    monkeypatch.setattr(clock, 'now', lambda: fake.time)
-    return fake
+from lab.benchmarks import bandwidth
 
 
 @pytest.fixture(autouse=True)

@@ -2,12 +2,9 @@
 import json
 
 import pytest
-import torch
 
 import bench
 from attention.backends import INTERPRETING, triton_enabled
-from config.errors import UserError
-from lab.benchmarks import kernels
 from tests.programs.support import flags
 
 SHAPE = dict(mode='kernels', n_head=4, n_kv_head=1, n_embd=64, contexts='20,40', batch_sizes=2,
@@ -31,15 +28,3 @@ def test_every_cell_and_its_error(capsys, tmp_path):
             assert side['bytes_per_second'] == pytest.approx(speed)
     assert set(document['write'][0]['sides']) == {'kernel', 'plain torch'}
     assert 'share of a copy' in out and 'QK-norm, RoPE, int8 and write' in out
-
-
-def test_one_way_that_fails_is_told_and_the_others_go_on():
-    def fails(store):
-        raise RuntimeError('out of resource: shared memory\nand more')
-    found = kernels.attempt(fails, torch.device('cpu'), None, [None], {})
-    assert found == {'failed': 'RuntimeError: out of resource: shared memory'}
-
-
-def test_a_machine_without_the_kernels():
-    with triton_enabled(False), pytest.raises(UserError, match='needs CUDA and the triton package'):
-        bench.main(flags(SHAPE))

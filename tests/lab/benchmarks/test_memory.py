@@ -3,12 +3,10 @@ import pytest
 import torch
 
 from attention.masks import dense_mask
-from config.errors import UserError
 from config.gpt_config import GPTConfig
 from engine.weights.quantize import weight_bytes
 from kv.plan import plan_kv
-from lab.benchmarks import setting
-from lab.benchmarks.bandwidth import kv_read_per_step, most_sequences, weight_read_bytes
+from lab.benchmarks.bandwidth import kv_read_per_step, weight_read_bytes
 from tests.helpers.models import FULL_STACK, VOCAB, random_model
 
 VANILLA = dict(n_layer=2, n_head=2, n_embd=12, block_size=16, vocab_size=VOCAB)
@@ -35,17 +33,3 @@ def test_weights_read_are_all_but_the_rows_of_wpe_that_are_not_looked_up(config)
     model = random_model(GPTConfig(**config), torch.float32)
     unread = 0 if model.rotary else 4 * 12 * (16 - 1)
     assert weight_read_bytes(model, 2) == weight_bytes(model) - unread
-
-
-def test_the_largest_batch_that_fits():
-    plan = plan_kv(GPTConfig(**FULL_STACK))
-    one = plan.nbytes(1, 40, 'int8')
-    for budget, fit in ((one, 1), (2 * one - 1, 1), (2 * one, 2)):
-        assert most_sequences(plan, budget, 40, 'int8') == {
-            'sequences': fit, 'kv_bytes': fit * one, 'kv_bytes_of_one_more': (fit + 1) * one}
-    with pytest.raises(UserError, match=rf"budget=.* 40 tokens takes {one:,} bytes"):
-        most_sequences(plan, one - 1, 40, 'int8')
-    model = random_model(GPTConfig(**FULL_STACK), torch.float32)
-    with pytest.raises(UserError, match=r'takes \d+\.\d GB, this machine has'):
-        setting.make_cache(model, 1, 10 ** 13, 'float32')
-    assert setting.make_cache(model, 1, 10, 'float32').max_seq_len == 10

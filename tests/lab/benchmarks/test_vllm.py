@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 
 import bench
-from config.errors import UserError
 from lab.benchmarks import setting, table
 from tests.programs.support import flags
 
@@ -56,20 +55,3 @@ def test_requests(run):
     assert cell['ratios']['tokens_per_second']['vllm']['each'] == pytest.approx(
         [a / b for a, b in zip(seconds['vllm'], seconds['ours'])])
     assert 'vLLM in bfloat16' in table.section('x', document) and document['vllm'] == '0'
-
-
-def test_prompts_come_again_and_edited(run):
-    document, asked, ours = run(mode='prefill', contexts='100', message=5)
-    assert asked == ours and len(asked) == 6 * 3
-    assert [cell['prompt'] for cell in document['cells']] == ['cold', 'again', 'edited']
-    for (cold,), (again,), (edited,) in zip(asked[::3], asked[1::3], asked[2::3]):
-        assert again[:100] == cold and len(again) == len(edited) == 105
-        assert edited[:98] == cold[:98] and edited[98:] != again[98:]
-
-
-@pytest.mark.parametrize('change, named', [
-    (dict(device='meta'), 'device='), ({}, 'needs vLLM: lab/scripts/vllm_env.sh')])
-def test_where_vllm_does_not_run(change, named, monkeypatch):
-    monkeypatch.setitem(sys.modules, 'vllm', None)
-    with pytest.raises(UserError, match=named):
-        bench.main(flags(FLAGS | dict(mode='serve', output_lengths=4) | change))

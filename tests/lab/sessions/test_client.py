@@ -7,7 +7,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from config.errors import UserError
 from lab.sessions import client as clients
 from lab.sessions.client import Answer, Client, Failed
 
@@ -85,8 +84,6 @@ def choice(**fields):
     return {'choices': [{'index': 0} | fields]}
 
 
-# -- replies ---------------------------------------------------------------------------------------
-
 STREAMS = {
     'vLLM and nanoKV': ([choice(text='ab', token_ids=[5, 6]), choice(text='', token_ids=[7]),
                          choice(text='c', token_ids=[8], finish_reason='length')],
@@ -117,16 +114,6 @@ def test_parts_of_a_reply(scripted, name):
                         'stream_options': {'include_usage': True}}
 
 
-def test_what_is_no_data_and_what_follows_the_end_is_left(scripted):
-    lines = (b': ping\n\nevent: cache\ndata:{"choices": [{"text": "a"}]}\n\nid: 5\n\n'
-             b'data: {"choices": [{"text": "b"}]}\r\n\r\n')
-    server = scripted(Says([choice(text='c'), DONE, 30.0, choice(text='d')], body=lines))
-    answer = asked(Client(server.url))
-    assert len(answer.stamps) == 3 and time.perf_counter() - answer.started < 20
-
-
-# -- failures --------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize('says, why', [
     (Says([choice(text='a')]), 'ended early'),
     (Says([choice(text='a')], cut=True), 'early|Incomplete'),
@@ -151,24 +138,3 @@ def test_a_busy_server_is_asked_again(scripted, monkeypatch):
     assert all(document['prompt'] == 'abc' for *_, document in server.requests)
     with pytest.raises(Failed, match='refused . times'):  # it stays busy
         asked(Client(scripted(Says(status=429)).url, timeout=0.45))
-
-
-# -- addresses and keys ----------------------------------------------------------------------------
-
-@pytest.mark.parametrize('form, base', [
-    ('127.0.0.1:{}', '/v1'), ('HTTP://LOCALHOST:{}/base/v2/', '/base/v2')])
-def test_forms_of_an_address(scripted, form, base, monkeypatch):
-    monkeypatch.setenv('OPENAI_API_KEY', 'sesame')
-    server = scripted(Says([choice(text='a'), DONE]))
-    asked(Client(form.format(server.server_port)))
-    [(path, headers, _)] = server.requests
-    assert path == f'{base}/completions'
-    assert headers['Authorization'] == 'Bearer sesame'
-
-
-@pytest.mark.parametrize('url, why', [
-    ('ftp://127.0.0.1', 'url='), ('', 'url='), ('127.0.0.1:port', 'port'),
-    ('127.0.0.1:1', "url='127.0.0.1:1': .*refused")])
-def test_addresses_of_no_server(url, why):
-    with pytest.raises(UserError, match=why):
-        asked(Client(url))

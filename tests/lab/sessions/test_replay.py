@@ -1,19 +1,15 @@
 """Replays: what is sent when, what of it had to be computed, and what failures do."""
 import json
-import threading
 import time
 
 import pytest
 
-from config.errors import UserError
 from lab.sessions import __main__ as program
 from lab.sessions.client import Failed
 from lab.sessions.trace import Request
 from tests.helpers.sessions import (
     Fake, forking, line, new_tokens, one_by_one, replay_of, trace_of, written)
 from tests.serving.conftest import Running
-
-# -- prompts ---------------------------------------------------------------------------------------
 
 def test_prompts_continue_with_the_replies_of_the_server_and_what_of_them_is_unavoidable():
     trace = trace_of(forking(at=9), forking(), line(2, message=8), system=6)
@@ -39,43 +35,6 @@ def test_prompts_continue_with_the_replies_of_the_server_and_what_of_them_is_una
     assert found['over_unavoidable'] == pytest.approx(n_prompt / sum(new))
 
 
-# -- failures --------------------------------------------------------------------------------------
-
-def test_what_follows_a_failed_request_is_not_sent():
-    requests = [Request(i, after, 3, 2) for i, after in enumerate((-1, 0, -1, 1, 2))]
-
-    def gate(number):
-        if number == 0:
-            raise Failed('then boom')
-    client = Fake(gate=gate)
-    replay = replay_of(trace_of(requests), client, 1)
-    found = replay.run()
-    errors = [answer.error for answer in replay.answers]
-    assert errors[0] == 'then boom' and errors[2] == errors[4] == ''
-    assert errors[1] == errors[3] and 'failed' in errors[1] and len(client.asked) == 3
-    assert (found['ended'], found['failed'], found['requests']) == (2, 3, 5)
-    assert found['errors'] == errors[:2]  # the cause first
-
-
-def test_replies_without_ids_end_a_replay_and_empty_ones_fail_alone():
-    class Spoiled(Fake):
-        def say(self, answer, document):
-            if len(self.asked) != 3:  # the first request of the second session
-                super().say(answer, document)
-            else:
-                answer.stamps = stamps
-    trace = trace_of(line(2), line(2), line(2))
-    stamps = []
-    found = replay_of(trace, Spoiled(), 1).run()
-    assert (found['ended'], found['failed']) == (4, 2)
-    assert found['errors'][0] == 'the reply is empty'
-    stamps = [1.0]
-    with pytest.raises(UserError, match='--fields'):
-        replay_of(trace, Spoiled(), 1).run()
-
-
-# -- when requests are sent ------------------------------------------------------------------------
-
 def test_open_loop():
     """Not before its time, not before the reply before, and not much later than that."""
     trace = trace_of([Request(30 + 20 * at, after, 3, 5 + after) for at, after in (
@@ -93,17 +52,6 @@ def test_open_loop():
     assert len(answers) == 5 and 0.6 < found['seconds'] < 10
     assert client.most == 2 and found['rate'] == 20 and found['users'] == 0
 
-
-def test_closed_loop():
-    """As many users as asked for, never more, and no pauses."""
-    trace = trace_of(*(line(2, at=500 * k, every=100) for k in range(7)))
-    together = threading.Barrier(3)
-    client = Fake(gate=lambda number: number < 3 and together.wait(20), seconds=0.01)
-    found = replay_of(trace, client, 3).run()
-    assert client.most == 3 and found['ended'] == 14 and found['seconds'] < 10
-
-
-# -- numbers, and the program ----------------------------------------------------------------------
 
 def test_a_summary():
     """Of three replies, one of them shorter than asked for, and a failure."""
@@ -155,11 +103,3 @@ def test_our_server_computes_what_it_must(tmp_path, capsys):
     assert raised.value.code == 1
     failed = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert failed['failed'] == 2 and any('70 tokens' in error for error in failed['errors'])
-
-
-@pytest.mark.parametrize('args, why', [
-    (['--url=x', '--users=-1'], 'users=-1'), (['--url=x', '--rate=0'], 'rate=0'),
-    (['--url=x', '--users=2', '--rate=2'], 'no rate'), (['--url=127.0.0.1:1'], 'refused')], ids=str)
-def test_what_cannot_be_is_refused(args, why, tmp_path):
-    with pytest.raises(UserError, match=why):
-        program.main([str(written(trace_of(line(1)), tmp_path / 't')), *args])

@@ -1,5 +1,4 @@
 """Traces: what files say, and what no cache can save."""
-import json
 from pathlib import Path
 
 import numpy as np
@@ -7,13 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config.errors import UserError
 from lab.sessions import trace as traces
 from lab.sessions.replay import Known
 from lab.sessions.trace import Trace
 from tests.helpers.sessions import common, forking, trace_of
 
-HEAD = {'format': traces.FORMAT, 'name': 'x', 'seed': 1, 'systems': [5]}
 SHIPPED = Path(traces.__file__).parent / 'traces'
 
 
@@ -28,16 +25,6 @@ def test_the_shipped_traces(name):
             lengths[i] = lengths[request.after] + request.message + request.reply
             assert request.like < i and request.keep <= request.message
         assert max(lengths.values()) <= 4096
-
-
-@pytest.mark.parametrize('lines, expected', [
-    ([], 'not enough'), ([HEAD | {'format': 'y'}], 'its format'),
-    ([HEAD | {'systems': [5, 6]}], 'too many'),
-    ([HEAD, {'session': 0, 'requests': [{'at': 0}]}], 'missing')])
-def test_files_that_are_no_traces(tmp_path, lines, expected):
-    (tmp_path / 't').write_text('\n'.join(map(json.dumps, lines)))
-    with pytest.raises(UserError, match=f'is not a trace.*{expected}'):
-        Trace.read(tmp_path / 't')
 
 
 def test_a_message_keeps_what_the_one_before_it_had():
