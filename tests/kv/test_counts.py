@@ -1,23 +1,12 @@
-"""Counts by arithmetic: parameters and FLOPs match the model's."""
+"""FLOPs by arithmetic match the model's. (Parameters: `tests/test_equivalence.py`.)"""
 import pytest
 import torch
-from hypothesis import example, given
 
 from config.gpt_config import GPTConfig
 from kv import counts
 from kv.plan import plan_kv
 from model import GPT
 from tests.helpers.mechanisms import CHANGES, STACK
-from tests.helpers.models import FULL_STACK, configs
-
-
-@pytest.mark.filterwarnings('ignore:layer_pattern')
-@given(configs())
-@example(GPTConfig(**FULL_STACK))
-@example(GPTConfig(n_layer=3, n_head=4, n_embd=24, vocab_size=30, block_size=16))
-def test_parameters_are_the_models(config):
-    n_params = GPT(config).get_num_params(non_embedding=False)
-    assert counts.parameters(config, plan_kv(config)) == n_params
 
 
 @pytest.mark.parametrize('tokens, before', [(20, 0), (20, 7), (1, 30)])

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from kv.plan import KV_DTYPES, Slot, plan_kv
-from tests.helpers.plans import plan_configs
 from tests.helpers.reference import is_local, kv_owner
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,6 +20,19 @@ STACK = dict(layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True, n_
 
 def plan(**settings_):
     return plan_kv(GPTConfig(**settings_))
+
+
+@st.composite
+def plan_configs(draw):
+    pattern = draw(st.text('GL', min_size=1, max_size=7))
+    share = ''.join(draw(st.sampled_from('ABC' if kind == 'L' else 'XY')) for kind in pattern)
+    n_head = draw(st.sampled_from([1, 2, 6, 12]))
+    n_kv_heads = [0, *(n for n in range(1, n_head + 1) if n_head % n == 0)]
+    return GPTConfig(n_layer=draw(st.integers(1, 20)), n_head=n_head, n_embd=n_head * 8,
+                     layer_pattern=pattern, n_kv_head=draw(st.sampled_from(n_kv_heads)),
+                     window_size=draw(st.integers(1, 40)),
+                     kv_share=draw(st.sampled_from(['', share])),
+                     share_global_kv=draw(st.booleans()))
 
 
 # -- which layer uses which cache ------------------------------------------------------------------
