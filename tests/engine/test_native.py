@@ -53,10 +53,10 @@ def wide():
     return random_model(GPTConfig(**WIDE), torch.float32)
 
 
-def caches(model, kv_dtype, batch, paged, page_size=7):
+def caches(model, kv_dtype, batch, paged):
     """Two equal caches."""
     kind = (PagedKVCache,) if paged else ()
-    kws = dict(n_pages=batch * -(-64 // page_size), page_size=page_size) if paged else {}
+    kws = dict(n_pages=batch * 10, page_size=7) if paged else {}
     return [model.new_cache(batch, 64, kv_dtype, *kind, **kws) for _ in range(2)]
 
 

@@ -126,6 +126,26 @@ def test_casting_the_module_does_not_round_the_rotary_tables():
     assert max_gap(full_logits(model, idx), Reference(model.state_dict(), config)(idx)) < 1e-4
 
 
+# -- trimmed prefill -------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('config', [
+    FULL_STACK, dict(FULL_STACK, attn_gate=True, n_layer=12),  # readers last
+    dict(FULL_STACK, layer_pattern='LG', kv_share='', window_size=3), VANILLA | dict(block_size=64)])
+@torch.no_grad()
+def test_layers_behind_the_last_owner_see_one_token_of_a_row(config):
+    """Trimmed prefill: after the last K and V only the last token goes on."""
+    model, seen = random_model(GPTConfig(**config)), []
+    for block in model.transformer.h:
+        block.mlp.register_forward_hook(lambda module, args, y: seen.append(y.size(1)))
+    cache, last = model.new_cache(2, 64), model.plan.last_owner
+    model(tokens(2, 20), cache=cache)
+    assert seen == [20] * last + [1] * (len(seen) - last)
+    assert max(layer.index for layer in model.plan.layers if layer.owns) == last
+    seen.clear()
+    model(tokens(2, 20), cache=cache, all_logits=True)
+    assert set(seen) == {20}
+
+
 # -- gradients -------------------------------------------------------------------------------------
 
 def reference_gradients(model, idx, targets):

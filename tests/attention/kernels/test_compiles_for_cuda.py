@@ -14,8 +14,7 @@ import torch
 from attention.kernels import decode, qkv
 from attention.kernels.decode import Tuning
 from kv.slots import KVStore
-from tests.helpers.ahead_of_time import (CompilesOnly, innermost_loop, loop_instructions,
-                                         resources)
+from tests.helpers.ahead_of_time import CompilesOnly, innermost_loop, resources
 
 made = []
 for module, name in ((decode, '_split'), (decode, '_join'), (qkv, '_write')):
@@ -51,7 +50,7 @@ def described(kernel):
     name = kernel.metadata.name
     loop = innermost_loop(kernel) if name == '_split' else {}
     return {'kernel': name, 'tensor cores': 'mma' in kernel.asm['ptx'], **resources(kernel), **loop,
-            'warps': kernel.metadata.num_warps, 'instructions': loop_instructions(kernel)}
+            'warps': kernel.metadata.num_warps}
 
 
 print(json.dumps([compiled(**case) for case in json.loads(sys.argv[1])]))
@@ -81,15 +80,6 @@ def assert_nothing_waits(kernel, case, copies):
     n = 3 if case.get('D', 64) <= 64 else 2
     assert kernel['spilled'] == 0 and kernel['registers'] <= 65536 // (32 * kernel['warps'] * n)
     assert kernel['shared'] <= 227 * 1024 // n, (case, kernel)
-
-
-def test_instructions_for_a_key_of_int8(tmp_path):
-    cases = [dict(layout='contiguous', keys=128), dict(layout='paged', page=64, keys=64),
-             dict(layout='paged', page=128, keys=128)]
-    keys = [case.pop('keys') for case in cases]  # of a block
-    found = compiled([case | {'kv_dtype': 'int8'} for case in cases], tmp_path)
-    for n, (split, *_) in zip(keys, found, strict=True):
-        assert 5 < split['instructions'] * split['warps'] / n <= 20, split
 
 
 @pytest.mark.slow

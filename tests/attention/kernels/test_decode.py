@@ -1,6 +1,5 @@
 """The attention kernel against dense attention in float64, for every input a cache can give it."""
 import math
-import re
 
 import pytest
 import torch
@@ -162,60 +161,6 @@ def test_any_head_dim(device, D):
     q, q_cpu, k, k64, v, v64 = inputs(device, (1, 3, 2, D), (1, 1, 50, D), torch.float32)
     seen = torch.ones(2, 50, dtype=torch.bool).tril(48)[None]
     assert off(attend(q, k, v), dense(q_cpu, k64, v64, seen)) < 2e-5
-
-
-def test_storage_in_any_layout(device):
-    """On a CPU the cache stores K transposed, and a view of it can begin at any offset."""
-    q, q_cpu = queries(2, 4, 1, 16, torch.float32, device)
-    k = torch.randn(3, 2, 16, 60).transpose(2, 3)[1:, :, 10:50]
-    v = torch.randn(3, 2, 60, 16)[1:, :, 10:50]
-    y = attend(q, (k.to(device),), (v.to(device),), tuning=Tuning(n_splits=2))
-    assert off(y, dense(q_cpu, k.double(), v.double(),
-                        torch.ones(2, 1, 40, dtype=torch.bool))) < 2e-5
-
-
-def emulated(ptx: str, given: int) -> int:
-    """The 32 bits that a program of `_int8_to_bfloat16` or `_int8_to_float16` makes of 32 bits."""
-    bits = {'$1': given}
-
-    def halves(x, dtype):
-        return torch.tensor([x & 0xffff, x >> 16], dtype=torch.uint16).view(dtype)
-    for line in re.findall(r'(?<=; )([a-z][^;]*);', ptx):
-        operation, *args = re.split(r'[ ,]+', line.strip())
-        target, values = args[0], [bits.get(x, x) for x in args[1:]]
-        values = [int(x, 0) if isinstance(x, str) else x for x in values]
-        if operation == 'mov.b32':
-            [result] = values
-        elif operation == 'shr.u32':
-            result = values[0] >> values[1]
-        elif operation == 'lop3.b32':  # a table: bit 4a + 2b + c of the last is the result
-            a, b, c, outcomes = values
-            result = sum((outcomes >> (4 * (a >> i & 1) + 2 * (b >> i & 1) + (c >> i & 1)) & 1) << i
-                         for i in range(32))
-        elif operation in ('fma.rn.bf16x2', 'sub.f16x2'):
-            dtype = torch.bfloat16 if 'bf16' in operation else torch.float16
-            numbers = [halves(x, dtype).double() for x in values]
-            a, b = numbers[:2]
-            exact = a - b if operation == 'sub.f16x2' else a * b + numbers[2]
-            low, high = exact.to(dtype).view(torch.uint16).tolist()
-            result = low | high << 16
-        else:
-            raise NotImplementedError(operation)
-        bits[target] = result
-    return bits['$0']
-
-
-@pytest.mark.parametrize('convert, dtype', [(decode._int8_to_bfloat16, torch.bfloat16),
-                                            (decode._int8_to_float16, torch.float16)])
-def test_assembly_converts_every_int8_exactly(convert, dtype):
-    for n in range(-128, 128):
-        bytes_ = torch.tensor([n, 5, -7, 127 - n & 127], dtype=torch.int8)
-        word = int.from_bytes(bytes_.view(torch.uint8).tolist(), 'little')
-        for first, shift in ((0, 0), (1, 8)):
-            assert '\n' not in convert(shift)  # which Inductor of torch 2.11 does not bear
-            made = emulated(convert(shift), word)
-            found = torch.tensor([made & 0xffff, made >> 16], dtype=torch.uint16).view(dtype)
-            assert found.tolist() == bytes_[first::2].tolist()
 
 
 def test_what_is_refused(device):
