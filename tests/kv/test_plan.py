@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from kv.plan import KV_DTYPES, Slot, plan_kv
+from tests.helpers.models import configs
 from tests.helpers.reference import is_local, kv_owner
 
+PLANS = configs(window_pattern='', kv_head_pattern='', kv_tied='', kv_latent=0, key_offset=False)
 ROOT = Path(__file__).resolve().parents[2]
 STACK = dict(layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True, n_kv_head=1,
              window_size=256, pos_embedding='rope')
@@ -20,19 +22,6 @@ STACK = dict(layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True, n_
 
 def plan(**settings_):
     return plan_kv(GPTConfig(**settings_))
-
-
-@st.composite
-def plan_configs(draw):
-    pattern = draw(st.text('GL', min_size=1, max_size=7))
-    share = ''.join(draw(st.sampled_from('ABC' if kind == 'L' else 'XY')) for kind in pattern)
-    n_head = draw(st.sampled_from([1, 2, 6, 12]))
-    n_kv_heads = [0, *(n for n in range(1, n_head + 1) if n_head % n == 0)]
-    return GPTConfig(n_layer=draw(st.integers(1, 20)), n_head=n_head, n_embd=n_head * 8,
-                     layer_pattern=pattern, n_kv_head=draw(st.sampled_from(n_kv_heads)),
-                     window_size=draw(st.integers(1, 40)),
-                     kv_share=draw(st.sampled_from(['', share])),
-                     share_global_kv=draw(st.booleans()))
 
 
 # -- which layer uses which cache ------------------------------------------------------------------
@@ -53,7 +42,7 @@ def test_defaults_are_vanilla_gpt2():
 
 
 @pytest.mark.filterwarnings('ignore:layer_pattern')
-@given(config=plan_configs())
+@given(config=PLANS)
 def test_any_plan_follows_the_rule_text(config):
     p = plan_kv(config)
     for i, layer in enumerate(p.layers):
@@ -192,7 +181,7 @@ def test_positions_are_those_that_appending_leaves(kind, max_seq_len):
 
 
 @pytest.mark.filterwarnings('ignore:layer_pattern')
-@given(config=plan_configs(), batch=st.integers(1, 9), max_seq_len=st.integers(1, 99),
+@given(config=PLANS, batch=st.integers(1, 9), max_seq_len=st.integers(1, 99),
        kv_dtype=st.sampled_from(sorted(KV_DTYPES)), against=st.sampled_from(sorted(KV_DTYPES)))
 def test_factors_multiply_to_the_ratios(config, batch, max_seq_len, kv_dtype, against):
     p = plan_kv(config)

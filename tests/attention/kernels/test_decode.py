@@ -1,5 +1,7 @@
 """The attention kernel against dense attention in float64, for every input a cache can give it."""
 import math
+import pkgutil
+from collections import Counter
 
 import pytest
 import torch
@@ -8,7 +10,10 @@ from attention.backends import triton_enabled
 from attention.cached import cached_attention, dequantize
 from attention.kernels import decode
 from attention.kernels.decode import Tuning, split_blocks, stored_attention
+from config.gpt_config import GPTConfig
+from engine.pages.cache import PagedKVCache
 from kv.quantize import quantize_int8
+from tests.helpers.models import FULL_STACK, random_model, tokens
 from tests.helpers.reference import visible
 
 # error allowed for half-precision weights and outputs
@@ -239,3 +244,44 @@ def test_nan_is_not_lost(device):
     for n_splits in (1, 2):
         y = attend(q, k, v, tuning=Tuning(n_splits=n_splits))
         assert y[1].isnan().all() and y[0].isfinite().all()
+
+
+# -- steps of a cache: prompts, chunks, ragged rows, wrapped rings, pages --------------------------
+
+def steps(model, cache, idx):
+    """Feed chunks of different lengths; return the logits of each row's last token."""
+    out = []
+    for lens in ([5, 3], [4, 4], [1, 1], [0, 3], [1, 1]):
+        starts = cache.lengths.tolist()
+        piece = torch.stack([idx[b, starts[b]:starts[b] + max(lens)] for b in range(2)])
+        logits = model(piece, cache=cache, lens=lens)[0]
+        out += [logits[b] for b in range(2) if lens[b]]
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize('paged', [False, True], ids=['contiguous', 'paged'])
+@pytest.mark.parametrize('kv_dtype', ['float32', 'int8'])
+@torch.inference_mode()
+def test_give_what_plain_torch_gives(device, kv_dtype, paged):
+    model = random_model(GPTConfig(**FULL_STACK), torch.float32).to(device)
+    idx = tokens(2, 40).to(device)
+    how = dict(cache_class=PagedKVCache, n_pages=12, page_size=4) if paged else {}
+    found = steps(model, model.new_cache(2, 20, kv_dtype, **how), idx)
+    with triton_enabled(False):
+        expected = steps(model, model.new_cache(2, 20, kv_dtype, **how), idx)
+    # a different summation order may change a value's int8 rounding, which later layers amplify
+    gaps = (found - expected).abs().amax((1, 2))
+    assert gaps.max() < (1e-4 if kv_dtype == 'float32' else 5e-2) and gaps.median() < 1e-3
+
+
+@torch.inference_mode()
+def test_first_chunks_of_ragged_rows_are_one_call_a_layer(device, recorded):
+    """In global layers with pages; plain torch attends to them row by row."""
+    model = random_model(GPTConfig(**FULL_STACK), torch.float32).to(device)
+    cache = model.new_cache(3, 20, cache_class=PagedKVCache, n_pages=12, page_size=4)
+    calls = [recorded(pkgutil.resolve_name(module), name, lambda *args, **kwargs: 1)
+             for module, name in [('engine.pages.cache', 'table_attention'),
+                                  ('kv.cache', 'cached_attention')]]
+    model(tokens(3, 7).to(device), cache=cache, lens=[7, 3, 5])
+    kinds = Counter(layer.kind for layer in model.plan.layers)
+    assert list(map(len, calls)) == [kinds['global'], 3 * kinds['local']]
