@@ -233,7 +233,7 @@ def test_what_is_sampled_in_the_step(device, monkeypatch):
     assert found.tokens.tolist() != expected
 
 
-# -- the page table on the device: equal to the cache's, although only changes are sent -------------
+# -- the page table on the device: equal to the cache's, although only changes are sent ------------
 
 N_ROWS, ROOM = 5, 24
 PLAN = plan_kv(GPTConfig(n_layer=1, n_head=1, n_embd=2, block_size=32, vocab_size=8,

@@ -21,10 +21,6 @@ STACK = GPTConfig(**FULL_STACK)
 SIZES = (1, 2, 3, 7, 64)  # of pages
 
 
-def past_two_wraps(config):
-    return 2 * max(config.window_size, 4) + 9
-
-
 def ample(batch, room, page_size):
     return dict(cache_class=PagedKVCache, n_pages=batch * -(-room // page_size),
                 page_size=page_size)
@@ -34,8 +30,7 @@ def ample(batch, room, page_size):
 
 @pytest.mark.parametrize('paged', [False, True], ids=['contiguous', 'paged'])
 @pytest.mark.parametrize('quantized, kind, n_examples', [
-    ('', {}, 40), ('int8', dict(kv_dtype='int8'), 12),
-    ('', dict(dtype=torch.float32, bound=1e-4), 12)], ids=['float64', 'int8', 'float32'])
+    ('', {}, 40), ('int8', dict(kv_dtype='int8'), 12)], ids=['float64', 'int8'])
 def test_anything_done_to_a_cache_equals_each_row_alone(quantized, kind, n_examples, paged):
     """Ragged chunks, subsets of rows, resets, moves, any mechanisms; past two wraps of the window.
     A masked key has weight 0, and 0 * NaN is NaN: the values of NaN rows must not stay in a reused
@@ -44,7 +39,7 @@ def test_anything_done_to_a_cache_equals_each_row_alone(quantized, kind, n_examp
     @given(data=st.data(), batch=st.integers(1, 4), page_size=st.sampled_from(SIZES),
            config=configs(windows=(1, 2, 3, 5, 8), kv_quant_train=quantized))
     def check(data, config, batch, page_size):
-        room = past_two_wraps(config)
+        room = 2 * max(config.window_size, 4) + 9
         pages = ample(batch, room, page_size) if paged else {}
         Run(config, batch, room, **kind, **pages).anything(data)
     check()
@@ -137,9 +132,8 @@ def test_allocated_equals_planned_for_any_plan(config, batch, room, kv_dtype, n_
     cache = PagedKVCache(plan, batch, room, n_pages, page_size, kv_dtype=kv_dtype)
     rings = rows_nbytes(plan, batch, room, kv_dtype)
     stores = [*cache.stores, *cache.states]
-    storages = {s.data_ptr(): s.nbytes() for store in stores
-                for s in (x.untyped_storage() for x in store.tensors)}
-    allocated = sum(storages.values())
+    allocated = sum({x.data_ptr(): x.untyped_storage().nbytes()
+                     for store in stores for x in store.tensors}.values())
     assert allocated == cache.nbytes == page_nbytes(plan, page_size, kv_dtype) * n_pages + rings
     assert cache.held_nbytes == rings
     assert rings + batch * page_nbytes(plan, room, kv_dtype) == plan.nbytes(batch, room, kv_dtype)

@@ -179,7 +179,7 @@ def test_what_is_refused(arguments, call, words):
     assert cache.lengths.tolist() == [4, 4, 4]
 
 
-# -- rows -------------------------------------------------------------------------------------------
+# -- rows ------------------------------------------------------------------------------------------
 
 @PAGING
 @pytest.mark.parametrize('batch, t, lens, rows, words', [

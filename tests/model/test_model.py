@@ -133,7 +133,8 @@ def test_casting_the_module_does_not_round_the_rotary_tables():
 
 @pytest.mark.parametrize('config', [
     FULL_STACK, dict(FULL_STACK, attn_gate=True, n_layer=12),  # readers last
-    dict(FULL_STACK, layer_pattern='LG', kv_share='', window_size=3), VANILLA | dict(block_size=64)])
+    dict(FULL_STACK, layer_pattern='LG', kv_share='', window_size=3),
+    VANILLA | dict(block_size=64)])
 @torch.no_grad()
 def test_layers_behind_the_last_owner_see_one_token_of_a_row(config):
     """Trimmed prefill: after the last K and V only the last token goes on."""

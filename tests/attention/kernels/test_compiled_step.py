@@ -20,13 +20,10 @@ from config.gpt_config import GPTConfig
 from engine.pages.cache import PagedKVCache
 from engine.steps.fused import fuse
 from engine.steps.static import StaticCache
-from tests.helpers.models import FULL_STACK, VOCAB, max_gap, random_model, tokens
+from tests.helpers.models import FULL_STACK, max_gap, random_model, tokens
 
-MODELS = {'full stack': FULL_STACK, 'learned positions': dict(
-    n_layer=2, n_head=2, n_embd=12, block_size=64, vocab_size=VOCAB, layer_pattern='LG',
-    window_size=5, bias=True)}
-name, kv_dtype, layout = sys.argv[1:]
-model = random_model(GPTConfig(**MODELS[name]), torch.float32)
+kv_dtype, layout = sys.argv[1:]
+model = random_model(GPTConfig(**FULL_STACK), torch.float32)
 fuse(model)
 shared, copied, find_spec = [], [], importlib.util.find_spec
 
@@ -84,15 +81,11 @@ print(json.dumps({'gap': max_gap(logits, expected), 'stored': stored, 'shared': 
 '''
 
 
-@pytest.mark.parametrize('name, kv_dtype, layout', [
-    ('full stack', 'int8', 'paged'),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-        ('full stack', 'int8', 'contiguous'), ('full stack', 'float32', 'contiguous'),
-        ('full stack', 'float32', 'paged'), ('learned positions', 'int8', 'paged'),
-        ('learned positions', 'float32', 'contiguous')])])
-def test_gives_what_plain_torch_gives_and_copies_no_cache(name, kv_dtype, layout):
+@pytest.mark.parametrize('kv_dtype, layout', [
+    ('int8', 'paged'), pytest.param('float32', 'contiguous', marks=pytest.mark.slow)])
+def test_gives_what_plain_torch_gives_and_copies_no_cache(kv_dtype, layout):
     pytest.importorskip('triton')
-    found = run_alone(PROGRAM, name, kv_dtype, layout)
+    found = run_alone(PROGRAM, kv_dtype, layout)
     # one tensor passed as two arguments would become two tensors if the kernel writes one of them
     assert found['shared'] == []
     assert found['copied'] == []  # kernels write in place

@@ -1,7 +1,5 @@
 """The attention kernel against dense attention in float64, for every input a cache can give it."""
 import math
-import pkgutil
-from collections import Counter
 
 import pytest
 import torch
@@ -9,7 +7,7 @@ import torch
 from attention.backends import triton_enabled
 from attention.cached import cached_attention, dequantize
 from attention.kernels import decode
-from attention.kernels.decode import Tuning, split_blocks, stored_attention
+from attention.kernels.decode import Tuning, stored_attention
 from config.gpt_config import GPTConfig
 from engine.pages.cache import PagedKVCache
 from kv.quantize import quantize_int8
@@ -178,19 +176,6 @@ def test_what_is_refused(device):
         attend(q, (q,), (q,))
 
 
-@pytest.mark.parametrize('n_programs, S, decoding, block_n, num_warps, expected', [
-    (1, 100, True, 64, 4, 256), (1, 256, True, 128, 2, 256),
-    (1, 8192, True, 128, 2, 256), (1, 32768, True, 64, 1, 512),  # of 64 splits
-    (64, 8192, True, 128, 2, 512), (256, 8192, True, 128, 2, 1024),
-    (256, 8192, False, 64, 4, 4096), (4096, 2 ** 17, True, 64, 1, 2048),
-    (4096, 10 ** 5, False, 64, 4, 100032), (1, 10 ** 6, True, 64, 4, 15680)])
-def test_lengths_of_splits(n_programs, S, decoding, block_n, num_warps, expected, monkeypatch):
-    """At least 256 keys and, when decoding, at most 1,024 if 64 of them are enough."""
-    monkeypatch.setattr(decode, '_n_processors', lambda device: 132)
-    n = split_blocks(n_programs, S, decoding, block_n, num_warps, torch.device('cpu'))
-    assert n * block_n == expected and -(-S // expected) <= 64
-
-
 @pytest.mark.parametrize('kv_dtype', [torch.float32, torch.int8])
 def test_empty_splits_are_neither_written_nor_read(device, kv_dtype, monkeypatch):
     """Short rows beside a long one: memory that happens to be NaN has no effect."""
@@ -272,16 +257,3 @@ def test_give_what_plain_torch_gives(device, kv_dtype, paged):
     # a different summation order may change a value's int8 rounding, which later layers amplify
     gaps = (found - expected).abs().amax((1, 2))
     assert gaps.max() < (1e-4 if kv_dtype == 'float32' else 5e-2) and gaps.median() < 1e-3
-
-
-@torch.inference_mode()
-def test_first_chunks_of_ragged_rows_are_one_call_a_layer(device, recorded):
-    """In global layers with pages; plain torch attends to them row by row."""
-    model = random_model(GPTConfig(**FULL_STACK), torch.float32).to(device)
-    cache = model.new_cache(3, 20, cache_class=PagedKVCache, n_pages=12, page_size=4)
-    calls = [recorded(pkgutil.resolve_name(module), name, lambda *args, **kwargs: 1)
-             for module, name in [('engine.pages.cache', 'table_attention'),
-                                  ('kv.cache', 'cached_attention')]]
-    model(tokens(3, 7).to(device), cache=cache, lens=[7, 3, 5])
-    kinds = Counter(layer.kind for layer in model.plan.layers)
-    assert list(map(len, calls)) == [kinds['global'], 3 * kinds['local']]
