@@ -4,9 +4,9 @@ import functools
 
 import pytest
 import torch
-import torch._dynamo
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import create_block_mask
 
 from attention.causal import causal_attention
@@ -59,27 +59,13 @@ def test_flex_values(t, window, heads):
 
 # -- how FlexAttention is compiled: Dynamo traces on a CPU, a backend that runs the graphs stands fo
 
-class Graphs:
-    """A torch.compile backend. `made`: the graphs; `runs`: how often graphs were run in total."""
-
-    def __init__(self):
-        self.made, self.runs = [], 0
-
-    def __call__(self, graph, example_inputs):
-        def run(*args):
-            self.runs += 1
-            return graph(*args)
-        self.made.append(graph)
-        return run
-
-
 @pytest.fixture
 def graphs(monkeypatch):
-    found = Graphs()
-    monkeypatch.setattr(torch, 'compile', functools.partial(torch.compile, backend=found))
+    counter = CompileCounterWithBackend('eager')
+    monkeypatch.setattr(torch, 'compile', functools.partial(torch.compile, backend=counter))
     flex._compiled_flex_attention.cache_clear()
     torch._dynamo.reset()
-    yield found
+    yield counter
     flex._compiled_flex_attention.cache_clear()
     torch._dynamo.reset()
 
@@ -90,15 +76,15 @@ def test_flex_is_compiled_once_for_each_length_window_and_layout(graphs):
     cases = [(t, window, layout) for t in (40, 50, 160) for window in (7, 37) for layout in (0, 1)]
     assert len(cases) > torch._dynamo.config.recompile_limit
     with torch.no_grad():
-        for calls in (1, 2):
+        for _ in range(2):
             for t, window, layout in cases:
                 inputs = qkv(t, dim=16)
                 expected = dense_attention(*inputs, window)
                 if layout:
                     inputs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
                 assert gap(flex_local_attention(*inputs, window), expected) < 1e-12
-            assert len(graphs.made) == len(cases) and graphs.runs == calls * len(cases)
-    for graph in graphs.made:
+            assert len(graphs.graphs) == len(cases)
+    for graph in graphs.graphs:
         node, = graph.graph.find_nodes(op='call_function',
                                        target=torch.ops.higher_order.flex_attention)
         options, = (x for x in (*node.args, *node.kwargs.values()) if isinstance(x, dict))
