@@ -65,7 +65,7 @@ def test_values_and_gradients(with_norm, with_rope, shape):
 
 def test_half_precision_is_normed_in_float32_and_comes_back_as_it_was():
     """Under autocast activations are bfloat16 and gains float32."""
-    x = torch.randn(1, 2, 5, 8).bfloat16().requires_grad_()
+    x = random(1, 2, 5, 8, dtype=torch.bfloat16).requires_grad_()
     norm = torch.nn.RMSNorm(8, eps=1e-6)
     rope = RotaryTable(8, 100.0)(0, 5, 'cpu', torch.bfloat16)
     y = norm_and_rotate(x, norm, rope)

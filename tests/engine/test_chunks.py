@@ -93,7 +93,7 @@ def test_a_paged_cache_uses_it_for_chunks(recorded):
         cache.chunks_in_cpp = True
         with torch.no_grad():
             for a, b in ((0, 9), (9, 10), (10, 31)):
-                model(idx[:, a:b], cache=cache)
+                model(idx[:, a:b], cache=cache, all_logits=True)
     assert called == [torch.float32] * 2 * len(model.plan.layers)
     cache.reset()
     model.float()(idx, cache=cache)
