@@ -1,6 +1,6 @@
-"""Every path computes what model.py's full forward computes: chunks, ragged rows, pages, the engine,
-captured and C++ steps, training's kernels, recomputation, the export. The checks are those of
-`lab.conform`; the configs are few, and each two mechanisms occur together in one of them."""
+"""Every path computes what model.py's full forward computes: chunks, ragged rows, pages, the
+engine, captured and C++ steps, training's kernels, recomputation, the export. The checks are those
+of `lab.conform`; the configs are few, and each two mechanisms occur together in one of them."""
 import dataclasses
 import functools
 

@@ -1,18 +1,24 @@
-"""Fast sliding-window attention (blocks, FlexAttention) against dense attention in float64."""
+"""Which keys a query sees (0 <= i - j < window), and fast sliding-window attention (blocks,
+FlexAttention) against dense attention in float64."""
 import functools
 
 import pytest
 import torch
-import torch._dynamo
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention.flex_attention import create_block_mask
 
 from attention.causal import causal_attention
 from attention.kernels import flex
-from attention.kernels.flex import flex_local_attention
+from attention.kernels.choose import PREFERRED
+from attention.kernels.flex import block_mask, flex_local_attention
 from attention.local import blockwise_local_attention
+from attention.masks import dense_mask, in_window
+from model import GPT, GPTConfig
 from tests.helpers.models import max_gap as gap
 from tests.helpers.reference import dense_attention, visible
+from training.run import prepare
 
 HEADS = [(1, 1), (4, 4), (4, 2), (6, 1)]
 
@@ -53,58 +59,36 @@ def test_flex_values(t, window, heads):
 
 # -- how FlexAttention is compiled: Dynamo traces on a CPU, a backend that runs the graphs stands fo
 
-class Graphs:
-    """A torch.compile backend. `made`: the graphs; `runs`: how often graphs were run in total."""
-
-    def __init__(self):
-        self.made, self.runs = [], 0
-
-    def __call__(self, graph, example_inputs):
-        def run(*args):
-            self.runs += 1
-            return graph(*args)
-        self.made.append(graph)
-        return run
-
-
 @pytest.fixture
 def graphs(monkeypatch):
-    found = Graphs()
-    monkeypatch.setattr(torch, 'compile', functools.partial(torch.compile, backend=found))
+    counter = CompileCounterWithBackend('eager')
+    monkeypatch.setattr(torch, 'compile', functools.partial(torch.compile, backend=counter))
     flex._compiled_flex_attention.cache_clear()
     torch._dynamo.reset()
-    yield found
+    yield counter
     flex._compiled_flex_attention.cache_clear()
     torch._dynamo.reset()
-
-
-def options_of(graph):
-    """The kernel options of the only FlexAttention call in an FX graph."""
-    node, = graph.graph.find_nodes(op='call_function', target=torch.ops.higher_order.flex_attention)
-    options, = (arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, dict))
-    return options
-
-
-def test_flex_asks_for_the_kernel_that_takes_short_sequences(graphs):
-    with torch.no_grad():
-        flex_local_attention(*qkv(96, (4, 1), dim=16), 40)
-    graph, = graphs.made
-    assert options_of(graph)['BACKEND'] == 'TRITON'
 
 
 def test_flex_is_compiled_once_for_each_length_window_and_layout(graphs):
-    """There are more of them than Dynamo compiles for one code object."""
+    """There are more of them than Dynamo compiles for one code object. The kernel asked for takes
+    short sequences."""
     cases = [(t, window, layout) for t in (40, 50, 160) for window in (7, 37) for layout in (0, 1)]
     assert len(cases) > torch._dynamo.config.recompile_limit
     with torch.no_grad():
-        for calls in (1, 2):
+        for _ in range(2):
             for t, window, layout in cases:
                 inputs = qkv(t, dim=16)
                 expected = dense_attention(*inputs, window)
                 if layout:
                     inputs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
                 assert gap(flex_local_attention(*inputs, window), expected) < 1e-12
-            assert len(graphs.made) == len(cases) and graphs.runs == calls * len(cases)
+            assert len(graphs.graphs) == len(cases)
+    for graph in graphs.graphs:
+        node, = graph.graph.find_nodes(op='call_function',
+                                       target=torch.ops.higher_order.flex_attention)
+        options, = (x for x in (*node.args, *node.kwargs.values()) if isinstance(x, dict))
+        assert options['BACKEND'] == 'TRITON'
 
 
 def test_flex_does_not_run_uncompiled_past_the_recompile_limit(graphs, monkeypatch):
@@ -139,7 +123,64 @@ def test_dropout_zeroes_weights_of_every_query_head_and_row_and_scales_up_the_ot
     assert not kept[~seen.expand_as(kept)].any()
     # more than 2,600 weights: 3 sigma
     assert kept[seen.expand_as(kept)].double().mean().item() == pytest.approx(1 - p, abs=0.03)
-    for i in range(8, T):  # at least 5 of 8 draws: all equal by chance once in 10**6
-        patterns = {tuple(row.tolist()) for row in kept[:, :, i, seen[i]].flatten(0, 1)}
-        assert len(patterns) > 1
+    assert len({tuple(row.tolist()) for row in kept[..., T - 1, :].flatten(0, 1)}) > 1
     assert all((~kept[..., i, :] & seen[i]).any() for i in range(8, T))
+
+
+# -- masks -----------------------------------------------------------------------------------------
+
+@given(n_queries=st.integers(1, 12), prefix=st.integers(0, 12), window=st.integers(0, 25))
+def test_dense_mask_puts_the_last_query_at_the_last_key(n_queries, prefix, window):
+    n_keys = prefix + n_queries
+    assert torch.equal(dense_mask(n_queries, n_keys, window), visible(n_keys, window)[prefix:])
+
+
+CPU = torch.device('cpu')
+LENGTHS = [1, 127, 128, 129, 256, 257, 500, 641]
+WINDOWS = [0, 1, 2, 63, 127, 128, 129, 130, 254, 255, 256, 257, 300, 383, 384, 385, 511, 640, 700]
+
+
+def columns(n_blocks, indices):
+    """The columns listed in each row of a BlockMask; entries after them have no meaning."""
+    return [row[:n].tolist() for n, row in zip(n_blocks[0, 0].tolist(), indices[0, 0])]
+
+
+@pytest.mark.parametrize('T', LENGTHS)
+def test_block_mask_is_that_of_create_block_mask(T):
+    i = torch.arange(T)
+    for window in (*WINDOWS, T):
+        ours = block_mask(T, window, CPU)
+        torchs = create_block_mask(lambda b, h, q, k: in_window(q, k, window), None, None, T, T,
+                                   CPU)
+        assert ours.shape == torchs.shape and ours.BLOCK_SIZE == torchs.BLOCK_SIZE
+        assert torch.equal(ours.to_dense(), torchs.to_dense())
+        assert torch.equal(ours.mask_mod(0, 0, i[:, None], i), visible(T, window))
+        for kind in ('kv', 'full_kv', 'q', 'full_q'):
+            both = [(getattr(mask, f'{kind}_num_blocks'), getattr(mask, f'{kind}_indices'))
+                    for mask in (ours, torchs)]
+            assert columns(*both[0]) == columns(*both[1]), (kind, window)
+            for a, b in zip(*both):
+                assert a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
+    assert block_mask(T, 37, CPU) is block_mask(T, 37, CPU)  # made once
+
+
+# -- compiled --------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('flex', [False, True], ids=['blockwise', 'flex'])
+def test_forward_is_one_graph_and_equals_eager(monkeypatch, flex):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=64, vocab_size=78, n_layer=3, n_head=4, n_embd=64, n_kv_head=1,
+                          layer_pattern='LLG', kv_share='AAB', share_global_kv=True, window_size=16,
+                          pos_embedding='rope', qk_norm=True)).eval()
+    idx = torch.randint(78, (2, 64))
+    with torch.no_grad():
+        eager, _ = model(idx, all_logits=True)
+        if flex:
+            monkeypatch.setitem(PREFERRED, 'local', ('flex',))
+            monkeypatch.setattr('attention.kernels.choose.why_unavailable', lambda *_: '')
+            monkeypatch.setitem(PREFERRED, 'global', ('sdpa',))
+        prepare(model, 64)
+        compiled, _ = torch.compile(model, fullgraph=True, backend='aot_eager')(idx,
+                                                                                all_logits=True)
+    assert (compiled - eager).abs().max() < 1e-6

@@ -4,8 +4,6 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from attention.backends import INTERPRETING, triton_enabled
 from config.gpt_config import GPTConfig, unknown_field
@@ -15,9 +13,8 @@ from engine.steps.agreement import note_once
 from engine.steps.captured import captured_decode
 from engine.steps.fused import FusedBlock
 from engine.steps.native import NativeDecode, native_decode
-from engine.weights.quantize import quantize_weights
 from model import Block, CausalSelfAttention
-from tests.helpers.models import FULL_STACK, configs, random_model
+from tests.helpers.models import FULL_STACK, random_model
 
 # few layers, since interpreted kernels are slow
 SMALL = dict(FULL_STACK, n_layer=3, layer_pattern='LGL', kv_share='', n_head=2, n_embd=16,
@@ -122,23 +119,6 @@ def test_a_change_that_acts_anywhere_is_seen(request, monkeypatch, capsys, step,
     step = request.getfixturevalue(step)
     sharpened(monkeypatch, wrong)
     assert refused(step, capsys, 'other logits than model.py')
-
-
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
-@given(config=configs(),
-       dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-       kv_dtype=st.sampled_from(['auto', 'int8']), weights=st.sampled_from(['auto', 'int8']))
-def test_rounding_is_no_difference_in_any_model(native_step, config, dtype, kv_dtype, weights):
-    """Not even where attention is so sharp that rounding to int8 is large. Of bfloat16, whose
-    rounding in plain torch can be larger still, a model may be refused that is not in float32."""
-    widths = dict(n_embd=32, head_dim=16, mlp_hidden=64, kv_latent=0)
-    model = random_model(dataclasses.replace(config, **widths), dtype)
-    quantize_weights(model, weights)
-    step = native_step(model, model.new_cache(1, 40, kv_dtype))
-    if step is None and dtype == torch.bfloat16:
-        model = model.float()
-        step = native_step(model, model.new_cache(1, 40, kv_dtype))
-    assert step is not None
 
 
 def test_a_field_that_the_step_does_not_know_is_refused_by_name(fast_step, capsys):

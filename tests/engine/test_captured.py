@@ -1,6 +1,8 @@
 """Static decode steps, whether plain, compiled, with interpreted kernels or captured on a GPU, give
 the same results as ordinary ones."""
+import contextlib
 import functools
+import random
 import statistics
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -16,22 +18,18 @@ from config.gpt_config import GPTConfig
 from engine.steps.captured import CapturedDecode, captured_decode, suits_capture
 from engine.engine import Engine
 from engine.pages.cache import PagedKVCache
+from engine.pages.table import OutOfPages
 from engine.requests.params import SamplingParams
 from engine.requests.sampler import SampleRow, sample_rows
 from engine.steps.prepare import prepare
 from engine.steps.static import StaticCache
 from generate import Generation, Sampler, cache_length
+from kv.plan import plan_kv
 from tests.helpers.mechanisms import MECHANISMS
 from tests.helpers.models import FULL_STACK, VOCAB, max_gap, random_model, tokens
 
-MODELS = {
-    'full stack': FULL_STACK,
-    'learned positions': dict(n_layer=3, n_head=2, n_embd=12, block_size=64, vocab_size=VOCAB,
-                              layer_pattern='LG', window_size=5, bias=True),
-    'int8 in training': FULL_STACK | dict(kv_quant_train='int8'),
-    'local only': dict(n_layer=2, n_head=2, n_embd=12, block_size=64, vocab_size=VOCAB,
-                       layer_pattern='L', window_size=4),
-}
+LEARNED = dict(n_layer=3, n_head=2, n_embd=12, block_size=64, vocab_size=VOCAB, layer_pattern='LG',
+               window_size=5, bias=True)
 interpreted = pytest.mark.skipif(not INTERPRETING or find_spec('triton') is None,
                                  reason='interpreted where there is no GPU')
 HOW = [pytest.param('plain', 'cpu'),
@@ -65,15 +63,16 @@ def run(model, kv_dtype, paged, how, n_steps):
     return gaps
 
 
-@pytest.mark.parametrize('name, kv_dtype, paged, how, device', [
-    *(pytest.param(name, *cache, *way.values, marks=way.marks)
-      for name in MODELS for cache in (('float32', False), ('int8', True)) for way in HOW),
-    *(pytest.param(name, 'int4', False, *way.values, marks=way.marks)
-      for name in ('together', 'offset keys', 'latents')
-      for way in HOW if 'kernels' not in way.values)])
+@pytest.mark.parametrize('config, kv_dtype, paged, how, device', [
+    *(pytest.param(config, *cache, *way.values, marks=way.marks) for config, *cache in (
+        (FULL_STACK, 'float32', False), (FULL_STACK, 'int8', True), (LEARNED, 'int8', False),
+        (LEARNED, 'float32', True), (FULL_STACK | dict(kv_quant_train='int8'), 'int8', True))
+      for way in HOW),
+    *(pytest.param(MECHANISMS[name], 'int4', False, *way.values, marks=way.marks)
+      for name in ('key offset', 'latents') for way in HOW if 'kernels' not in way.values)])
 @torch.inference_mode()
-def test_gives_what_an_ordinary_step_gives(name, kv_dtype, paged, how, device):
-    model = random_model(GPTConfig(**(MODELS | MECHANISMS)[name]), torch.float32).to(device)
+def test_gives_what_an_ordinary_step_gives(config, kv_dtype, paged, how, device):
+    model = random_model(GPTConfig(**config), torch.float32).to(device)
     gaps = run(model, kv_dtype, paged, how, n_steps=2 if how == 'kernels' else 12)
     if kv_dtype == 'float32' or how == 'plain':
         assert max(gaps) < 1e-4
@@ -85,13 +84,12 @@ def test_gives_what_an_ordinary_step_gives(name, kv_dtype, paged, how, device):
 
 
 @pytest.mark.parametrize('name, kv_dtype, paged', [
-    ('full stack', 'int8', False), ('offset keys', 'int4', True),
-    ('latents of one slot', 'float32', True)])
+    ('K = V', 'int8', False), ('key offset', 'int4', True), ('latents', 'float32', True)])
 @torch.inference_mode()
 def test_is_one_graph_that_lengths_do_not_change(name, kv_dtype, paged):
     """Capturing requires that nothing depends on numbers on the host, or waits for the device."""
     torch._dynamo.reset()
-    model = random_model(GPTConfig(**(MODELS | MECHANISMS)[name]), torch.float32)
+    model = random_model(GPTConfig(**MECHANISMS[name]), torch.float32)
     cache = new_cache(model, kv_dtype, paged)
     for row in range(3) if paged else []:
         cache.reserve(row, cache.length(row) + 8)
@@ -168,7 +166,7 @@ def test_what_plain_torch_attends_to_is_not_captured(everywhere, changes, kv_dty
 
 
 def test_a_generation_draws_the_same_tokens(everywhere):
-    model = random_model(GPTConfig(**MODELS['learned positions'] | dict(block_size=30)))
+    model = random_model(GPTConfig(**LEARNED | dict(block_size=30)))
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
     plain = Generation(model, prompts, 40, Sampler(temperature=0))
     cache = model.new_cache(3, cache_length(model, 5, 40))
@@ -233,3 +231,61 @@ def test_what_is_sampled_in_the_step(device, monkeypatch):
     found = decode.sample_rows(logits.roll(1, -1), rows, [0, 1, 2])
     assert found.tokens.tolist() == sample_rows(logits.roll(1, -1), rows).tokens.tolist()
     assert found.tokens.tolist() != expected
+
+
+# -- the page table on the device: equal to the cache's, although only changes are sent ------------
+
+N_ROWS, ROOM = 5, 24
+PLAN = plan_kv(GPTConfig(n_layer=1, n_head=1, n_embd=2, block_size=32, vocab_size=8,
+                         layer_pattern='G'))
+
+
+def whole(cache, n_rows):
+    """The table of the first rows, built from scratch."""
+    width = cache.table.pages_for(cache.max_seq_len)
+    return [pages + [-1] * (width - len(pages)) for pages in cache.table.rows[:n_rows]]
+
+
+def test_the_table_on_the_device_is_that_of_the_cache(monkeypatch):
+    """Whatever was done to rows since the last update, also if that was interrupted."""
+    cache, draw = PagedKVCache(PLAN, N_ROWS, ROOM, n_pages=30, page_size=3), random.Random(1)
+    views = [StaticCache(cache, n) for n in (5, 4, 1)]
+    addresses = [view.block_table.data_ptr() for view in views]  # a CUDA graph keeps them
+    put = torch.Tensor.__setitem__
+
+    def interrupted(*args):
+        put(*args)
+        raise KeyboardInterrupt
+    for _ in range(300):
+        row, other, view = draw.randrange(N_ROWS), draw.randrange(N_ROWS), draw.choice(views)
+        what = draw.choice(['reserve', 'reserve', 'release', 'move', 'interrupted update'])
+        with contextlib.suppress(OutOfPages, KeyboardInterrupt), monkeypatch.context() as patch:
+            if what == 'reserve':
+                cache.reserve(row, draw.randint(0, ROOM))
+            elif what == 'release':
+                cache.reset([row])
+            elif what == 'move':
+                cache.move(row, other)
+            else:
+                patch.setattr(torch.Tensor, '__setitem__', interrupted)
+                view.set([None])
+        view.set([None])
+        assert view.block_table.tolist() == whole(cache, view.batch_size)
+    assert [view.block_table.data_ptr() for view in views] == addresses
+
+
+@pytest.mark.parametrize('paged', [False, True])
+def test_a_static_step_under_autocast_is_the_ordinary_one(paged):
+    """Autocast would make the scores bfloat16, which cannot be combined with the stored float32."""
+    model = random_model(GPTConfig(**FULL_STACK), torch.float32)
+    pages = dict(cache_class=PagedKVCache, n_pages=20, page_size=4) if paged else {}
+    caches = [model.new_cache(2, 20, **pages) for _ in 'ab']
+    with torch.inference_mode(), torch.autocast('cpu', torch.bfloat16):
+        for cache in caches:
+            model(tokens(2, 6), cache=cache)
+        if paged:
+            caches[0].reserve(0, 7), caches[0].reserve(1, 7)
+        view = StaticCache(caches[0], 2)
+        view.set([6, 6])
+        found, expected = (model(tokens(2, 1), cache=c)[0] for c in (view, caches[1]))
+    assert max_gap(found.float(), expected.float()) < 1e-2 * expected.float().abs().max()

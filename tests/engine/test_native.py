@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from config.errors import UserError
 from config.files import user_cache
@@ -35,25 +33,15 @@ WIDE = dict(FULL_STACK, n_embd=32, head_dim=16, mlp_hidden=48)
 KINDS = {
     'vanilla': dict(block_size=64, vocab_size=23, n_layer=3, n_head=2, n_embd=32),
     'full stack': WIDE,
-    'grouped': dict(WIDE, n_kv_head=2, kv_share='', share_global_kv=False, qk_norm=False,
-                    rope_theta_global=700.0),
     'odd groups': dict(WIDE, n_head=15, head_dim=32, bias=False, gelu='tanh'),
-    'rounded': dict(WIDE, kv_quant_train='int8'),
     'widths of 8': dict(WIDE, n_embd=40, n_head=3, head_dim=24, mlp_hidden=88),
-    'some global rope': dict(WIDE, rope_fraction_global=0.5, share_global_kv=False),
-    'sinks': dict(WIDE, n_kv_head=2, attn_sink=True),
-    'ReLU squared': dict(WIDE, mlp_hidden=56, gelu='relu2'),
-    'tied': dict(WIDE, kv_tied='all', attn_sink=True),
+    'a window past the end': dict(WIDE, n_head=7, window_size=80, mlp_hidden=56, gelu='relu2'),
     'tied without rope, rounded': dict(WIDE, kv_tied='global', rope_fraction_global=0.0,
                                        n_kv_head=2, kv_quant_train='int8'),
-    'offset keys': dict(WIDE, key_offset=True, share_global_kv=False, n_kv_head=2),
     'offset keys, rounded': dict(WIDE, key_offset=True, qk_norm=False, kv_quant_train='int8'),
-    'latents': dict(WIDE, kv_latent=32, rope_fraction_global=0.0, share_global_kv=False),
     'latents with sinks, rounded': dict(WIDE, kv_latent=48, pos_embedding='learned', qk_norm=False,
                                         n_kv_head=2, attn_sink=True, kv_quant_train='int8'),
-    'gates': dict(WIDE, attn_gate=True, n_kv_head=2, n_layer=8),
-    'gates of tied latents': dict(WIDE, kv_latent=32, rope_fraction_global=0.0,
-                                           attn_gate=True, attn_sink=True),
+    'gates of latents': dict(WIDE, kv_latent=32, rope_fraction_global=0.0, attn_gate=True),
     'layers that differ': dict(WIDE, n_head=4, layer_pattern='LLG', kv_share='',
                                window_pattern='5,9,0', kv_head_pattern='1,2,4'),
     'wide heads': dict(WIDE, n_head=3, head_dim=112, layer_pattern='G', kv_share='', window_size=0),
@@ -65,10 +53,10 @@ def wide():
     return random_model(GPTConfig(**WIDE), torch.float32)
 
 
-def caches(model, kv_dtype, batch, paged, page_size=7):
+def caches(model, kv_dtype, batch, paged):
     """Two equal caches."""
     kind = (PagedKVCache,) if paged else ()
-    kws = dict(n_pages=batch * -(-64 // page_size), page_size=page_size) if paged else {}
+    kws = dict(n_pages=batch * 10, page_size=7) if paged else {}
     return [model.new_cache(batch, 64, kv_dtype, *kind, **kws) for _ in range(2)]
 
 
@@ -180,34 +168,6 @@ def test_what_is_refused_writes_nothing(wide):
     full.reset([0])
     of_full(torch.tensor([[1], [1]]), [1, 0])
     assert full.lengths.tolist() == [1, 4]
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data(), lengths=st.lists(st.integers(1, 30), min_size=1, max_size=4),
-       steps=st.integers(1, 30), window=st.sampled_from([1, 2, 5, 16, 40]),
-       page_size=st.sampled_from([1, 3, 16, 64, 80]), paged=st.booleans(),
-       group=st.sampled_from([1, 2, 3, 6, 7]), kv_dtype=st.sampled_from(['float32', 'bfloat16']))
-def test_any_lengths_windows_and_pages(data, lengths, steps, window, page_size, paged, group,
-                                       kv_dtype):
-    """In steps of a token, or in chunks of any length."""
-    fields = dict(WIDE, window_size=window, n_head=2 * group, n_kv_head=2,
-                  key_offset=data.draw(st.booleans()))
-    model = random_model(GPTConfig(**fields), torch.float32)
-    pair = caches(model, kv_dtype, len(lengths), paged, page_size)
-    if data.draw(st.booleans()):
-        gap = largest_gap(model, *pair, prompts(*lengths), steps)
-    else:
-        left, rounds = [60] * len(lengths), []
-        for _ in range(data.draw(st.integers(1, 8))):
-            parts = []
-            for row in data.draw(st.permutations(range(len(lengths)))):
-                n = data.draw(st.integers(0, left[row]))
-                left[row] -= n
-                parts += [(row, n)] * (n > 0)
-            if parts:
-                rounds.append(parts)
-        gap = largest_gap_of_chunks(model, *pair, rounds)
-    assert gap < (1e-4 if kv_dtype == 'float32' else 0.02)
 
 
 @pytest.mark.parametrize('kv_dtype, bound', [('float32', 1e-4), ('int8', 1e-4), ('bfloat16', 0.02)])

@@ -34,11 +34,8 @@ def conversation(random, said, turn):
 @pytest.mark.parametrize('kind, kv_dtype, budget, n_pages, how', [
     *((kind, *memory, '') for kind in KINDS for memory in (
         ('float64', 10 ** 9, 0), ('int8', 9_000, 24))),
-    *((kind, 'float64', 20_000, 24, '') for kind in (  # with stores of their own
-        'offset keys', 'offset keys of one slot', 'offset keys, all global', 'tied', 'all tied',
-        'latents', 'latents of one slot', 'together')),
-    *((kind, 'int4', 10 ** 9, 0, '') for kind in ('offset keys', 'tied', 'latents', 'sinks')),
-    *((kind, 'float64', 10 ** 9, 24, 'asynchronous') for kind in (*KINDS, 'offset keys', 'tied')),
+    *((kind, 'int4', 20_000, 24, '') for kind in ('key offset', 'K = V', 'latents')),
+    *((kind, 'float64', 10 ** 9, 24, 'asynchronous') for kind in (*KINDS, 'key offset')),
     *((kind, 'float64', 10 ** 6, 0, 'paced') for kind in ('full stack', 'vanilla'))])
 def test_conversations_get_what_they_get_without_it(kind, kv_dtype, budget, n_pages, how,
                                                     monkeypatch):
@@ -62,7 +59,7 @@ def test_conversations_get_what_they_get_without_it(kind, kv_dtype, budget, n_pa
     assert stats.requests == 18 and 0 < stats.found < stats.looked_up < sum(map(len, said[1:]))
 
 
-@pytest.mark.parametrize('kind', [*KINDS, 'offset keys', 'offset keys, all global', 'together'])
+@pytest.mark.parametrize('kind', [*KINDS, 'key offset'])
 def test_a_conversation_computes_only_what_is_new(kind):
     """Turn by turn; repeating a prompt computes its last token, or no more than its last block."""
     engine, text = engine_of(kind), prompt(13)

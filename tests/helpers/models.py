@@ -55,20 +55,3 @@ def configs(windows=(1, 2, 3, 5, 8, 33), **fixed):
     fixed = dict(vocab_size=VOCAB, kv_quant_train='') | fixed
     seeds = st.integers(0, 2 ** 32)
     return seeds.map(lambda seed: random_config(random.Random(seed), windows, **fixed))
-
-
-@st.composite
-def chunkings(draw, total):
-    """One chunk, single tokens, or any cuts (a resumed turn is single tokens, then a chunk)."""
-    way = draw(st.sampled_from(['one shot', 'single tokens', 'any', 'any', 'any', 'resumed']))
-    if way == 'one shot':
-        return [total]
-    if way == 'single tokens':
-        return [1] * total
-    if way == 'resumed':
-        first, single = total // 3, total // 4
-        return [first] + [1] * single + [total - first - single]
-    chunks = []
-    while sum(chunks) < total:
-        chunks.append(draw(st.integers(1, min(total - sum(chunks), 40))))
-    return chunks

@@ -1,6 +1,7 @@
 """`python -m kv`: it prints the plan's figures; bad input gives one line and exit status 2."""
 import json
 import pickle
+from pathlib import Path
 
 import pytest
 
@@ -8,7 +9,9 @@ from config.errors import UserError
 from config.gpt_config import GPTConfig
 from kv.__main__ import main, parse_bytes
 from kv.plan import plan_kv
+from kv.svg import slot_text
 
+ROOT = Path(__file__).resolve().parents[2]
 STACK = dict(n_kv_head=1, layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True,
              window_size=256, pos_embedding='rope')
 FLAGS = [f'--{key}={value}' for key, value in STACK.items()]
@@ -150,3 +153,22 @@ def test_parameters_that_are_not_counted_have_a_note(monkeypatch, capsys):
     assert 'Note' not in capsys.readouterr().out
     main([*FLAGS, '--qk_norm=True'])
     assert 'Note: parameters of qk_norm=True are not counted' in capsys.readouterr().out
+
+
+# -- the drawing of a plan -------------------------------------------------------------------------
+
+@pytest.mark.parametrize('fields, T, held', [
+    (dict(layer_pattern='L', window_size=9), 10, 'local: 9 tokens'),
+    (dict(kv_tied='all'), 8, 'global: 8 tokens, K = V'),
+    (dict(kv_latent=128, rope_fraction_global=0, pos_embedding='rope'), 8,
+     'global: 8 tokens, latent of 128')])
+def test_what_a_slot_holds(fields, T, held):
+    assert slot_text(plan_kv(GPTConfig(**fields)).slots[0], T) == f'slot 0, {held}'
+
+
+def test_the_committed_drawing_is_what_the_command_makes(tmp_path):
+    file = tmp_path / 'plan.svg'
+    file.write_text('old')
+    main(['config/train_gpt2_mqa_local.py', f'--svg={file}'])
+    assert file.read_bytes() == (ROOT / 'results' / 'kv' / 'plan.svg').read_bytes()
+    assert '--svg=results/kv/plan.svg' in (ROOT / 'Makefile').read_text()

@@ -5,15 +5,21 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
+from kv import counts
 from kv.plan import KV_DTYPES, Slot, plan_kv
-from tests.helpers.plans import plan_configs
+from model import GPT
+from tests.helpers.mechanisms import CHANGES
+from tests.helpers.mechanisms import STACK as SMALL_STACK
+from tests.helpers.models import configs
 from tests.helpers.reference import is_local, kv_owner
 
+PLANS = configs(window_pattern='', kv_head_pattern='', kv_tied='', kv_latent=0, key_offset=False)
 ROOT = Path(__file__).resolve().parents[2]
 STACK = dict(layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True, n_kv_head=1,
              window_size=256, pos_embedding='rope')
@@ -41,7 +47,7 @@ def test_defaults_are_vanilla_gpt2():
 
 
 @pytest.mark.filterwarnings('ignore:layer_pattern')
-@given(config=plan_configs())
+@given(config=PLANS)
 def test_any_plan_follows_the_rule_text(config):
     p = plan_kv(config)
     for i, layer in enumerate(p.layers):
@@ -180,7 +186,7 @@ def test_positions_are_those_that_appending_leaves(kind, max_seq_len):
 
 
 @pytest.mark.filterwarnings('ignore:layer_pattern')
-@given(config=plan_configs(), batch=st.integers(1, 9), max_seq_len=st.integers(1, 99),
+@given(config=PLANS, batch=st.integers(1, 9), max_seq_len=st.integers(1, 99),
        kv_dtype=st.sampled_from(sorted(KV_DTYPES)), against=st.sampled_from(sorted(KV_DTYPES)))
 def test_factors_multiply_to_the_ratios(config, batch, max_seq_len, kv_dtype, against):
     p = plan_kv(config)
@@ -203,3 +209,40 @@ def test_the_program_does_not_import_torch():
     done = subprocess.run([sys.executable, '-c', program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith('torch imported: False')
+
+
+# -- FLOPs by arithmetic match the model's ---------------------------------------------------------
+
+@pytest.mark.parametrize('tokens, before', [(20, 0), (20, 7), (1, 30)])
+@pytest.mark.parametrize('name', ['nothing', 'nothing shared', *CHANGES])
+def test_prefill_flops_with_every_mechanism(name, tokens, before):
+    """Matmuls with weights, counted as they run; attention from the shapes that it gets."""
+    unshared = dict(kv_share='', share_global_kv=False)
+    changes = {'nothing': {}, 'nothing shared': unshared} | CHANGES
+    config = GPTConfig(**SMALL_STACK | changes[name])
+    model, plan = GPT(config).eval(), plan_kv(config)
+    cache = model.new_cache(1, before + tokens).fill_(before)
+    plain, linear, absorbed, attended = cache.attend, 0, 0, 0
+
+    def attend(layer, q, *args):
+        nonlocal absorbed, attended
+        width, (_, H, n, _) = q.size(3), q.shape
+        if plan.slots[layer.slot].latent:  # q @ k_up and y @ v_up
+            absorbed += 2 * 2 * H * n * plan.head_dim * width
+        ends = range(before + tokens - n + 1, before + tokens + 1)
+        attended += 4 * H * width * sum(min(end, layer.window or end)
+                                        for end in ends)
+        return plain(layer, q, *args)
+    cache.attend = attend
+
+    def count(module, args, y):
+        nonlocal linear
+        linear += 2 * args[0].numel() * module.out_features
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(count)
+    with torch.no_grad():
+        model(torch.zeros(1, tokens, dtype=torch.int64), cache=cache)
+    flops = counts.prefill_flops(config, plan, tokens, before)
+    assert flops == linear + absorbed + attended
+    assert (absorbed > 0) == bool(config.kv_latent)

@@ -7,8 +7,6 @@ from hypothesis import strategies as st
 from attention.cached import dequantize
 from kv.quantize import fake_quantize_int8, quantize_int4, quantize_int8
 
-NORMAL_FP16 = 127 * 2 ** -14  # below this largest element the scale is a subnormal fp16
-
 
 def sample(seed, magnitude, dtype=torch.float64):
     x = torch.randn(3, 2, 5, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -58,16 +56,6 @@ def test_int8_by_hand(dtype):
     assert torch.equal(roundtrip(tiny), torch.zeros(2, 2).double())
     assert roundtrip(torch.tensor([[1e30, -1e30]], dtype=dtype)).tolist() == [
         [127 * 65504.0, -127 * 65504.0]]
-
-
-@given(seed=st.integers(0, 999), exponent=st.floats(-1, 6),
-       dtype=st.sampled_from([torch.float64, torch.float32]))
-def test_quantising_again_changes_nothing(seed, exponent, dtype):
-    x = sample(seed, 10 ** exponent, dtype)
-    assert x.abs().amax(-1).min() > NORMAL_FP16
-    once = quantize_int8(x)
-    again = quantize_int8(dequantize(*once, dtype))
-    assert torch.equal(once[0], again[0]) and torch.equal(once[1], again[1])
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.bfloat16, torch.float16])

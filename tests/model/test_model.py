@@ -1,11 +1,14 @@
 """The model: nanoGPT's tensors and names; outputs and gradients equal a dense reference."""
 import math
+import re
+import textwrap
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import model as model_module
 from config.gpt_config import NANOGPT_FIELDS
 from model import GPT, GPTConfig, model_args
 from tests.helpers.models import (
@@ -98,13 +101,6 @@ def test_model_args_are_nanogpts_seven_and_what_is_not_vanilla():
 
 # -- forward ---------------------------------------------------------------------------------------
 
-@settings(max_examples=40)
-@given(config=configs(), T=st.integers(1, 80))
-def test_float32_forward_is_the_reference(config, T):
-    model, idx = random_model(config, torch.float32), tokens(2, T)
-    assert max_gap(full_logits(model, idx), Reference(model.state_dict(), config)(idx)) < 1e-4
-
-
 def test_loss_leaves_out_targets_of_minus_1():
     model, idx, targets = random_model(GPTConfig(**VANILLA)), tokens(3, 16), tokens(3, 16, seed=1)
     targets[0, :9] = targets[2, 3] = -1
@@ -126,23 +122,47 @@ def test_casting_the_module_does_not_round_the_rotary_tables():
     assert max_gap(full_logits(model, idx), Reference(model.state_dict(), config)(idx)) < 1e-4
 
 
+# -- trimmed prefill -------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('config', [
+    FULL_STACK, dict(FULL_STACK, attn_gate=True, n_layer=12),  # readers last
+    dict(FULL_STACK, layer_pattern='LG', kv_share='', window_size=3),
+    VANILLA | dict(block_size=64)])
+@torch.no_grad()
+def test_layers_behind_the_last_owner_see_one_token_of_a_row(config):
+    """Trimmed prefill: after the last K and V only the last token goes on."""
+    model, seen = random_model(GPTConfig(**config)), []
+    for block in model.transformer.h:
+        block.mlp.register_forward_hook(lambda module, args, y: seen.append(y.size(1)))
+    cache, last = model.new_cache(2, 64), model.plan.last_owner
+    model(tokens(2, 20), cache=cache)
+    assert seen == [20] * last + [1] * (len(seen) - last)
+    assert max(layer.index for layer in model.plan.layers if layer.owns) == last
+    seen.clear()
+    model(tokens(2, 20), cache=cache, all_logits=True)
+    assert set(seen) == {20}
+
+
 # -- gradients -------------------------------------------------------------------------------------
 
 def reference_gradients(model, idx, targets):
     leaves = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-    cross_entropy(Reference(leaves, model.config)(idx), targets).backward()
-    return {name: leaf.grad for name, leaf in leaves.items()}
+    loss = cross_entropy(Reference(leaves, model.config)(idx), targets)
+    loss.backward()
+    return loss, {name: leaf.grad for name, leaf in leaves.items()}
 
 
 @settings(max_examples=40)
 @given(config=configs(), T=st.integers(1, 80), quantised=st.booleans(),
        recompute=st.sampled_from(['none', 'block']))
-def test_gradients_of_every_parameter_are_the_references(config, T, quantised, recompute):
+def test_loss_and_gradients_of_every_parameter_are_the_references(config, T, quantised, recompute):
     config.kv_quant_train = 'int8' if quantised else ''
     model, idx, targets = random_model(config).train(), tokens(2, T), tokens(2, T, seed=1)
     set_recompute(model, recompute)
-    model(idx, targets)[1].backward()
-    wanted = reference_gradients(model, idx, targets)
+    loss = model(idx, targets)[1]
+    loss.backward()
+    expected, wanted = reference_gradients(model, idx, targets)
+    assert abs(loss - expected).item() < 1e-9
     for name, p in model.named_parameters():
         assert max_gap(p.grad, wanted[name]) < 1e-9, name
 
@@ -165,3 +185,42 @@ def test_attention_dropout_works_in_layers_of_both_kinds(pattern):
     assert max_gap(first, second) > 1e-3 and max_gap(first, eval_logits) > 1e-3
     torch.manual_seed(0)
     assert torch.equal(full_logits(model, idx), first)
+
+
+# -- cropping, and the example of the docstring ----------------------------------------------------
+
+@pytest.mark.parametrize('config', [VANILLA, FULL_STACK], ids=['vanilla', 'full stack'])
+def test_cropping_leaves_short_sequences_alone(config):
+    model, idx = random_model(GPTConfig(**config)), tokens(2, 6)
+    before, size = full_logits(model, idx), model.get_num_params(non_embedding=False)
+    model.crop_block_size(6)
+    assert torch.equal(full_logits(model, idx), before)
+    assert model.config.block_size == 6 and model.config.n_layer == config['n_layer']
+    learned = 'layer_pattern' not in config
+    assert size - model.get_num_params(non_embedding=False) == (10 * 8 if learned else 0)
+    assert not learned or model.state_dict()['transformer.wpe.weight'].shape == (6, 8)
+    loss = model.train()(idx, idx)[1]
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_cropping_only_shrinks_and_positions_end_there():
+    model = random_model(GPTConfig(**VANILLA))
+    for block_size in (0, -1, 17):
+        with pytest.raises(ValueError, match=f'block_size={block_size}: .*1 to 16'):
+            model.crop_block_size(block_size)
+    assert model.config.block_size == 16
+    model.crop_block_size(6)
+    for call in (lambda: model(tokens(1, 7)), lambda: model.new_cache(1, 7)):
+        with pytest.raises(ValueError, match='block_size=6'):
+            call()
+    # tokens, layers, K and V, width, bytes
+    assert model.new_cache(1, 6).nbytes == 6 * 2 * 2 * 8 * 8
+
+
+def test_the_example_in_the_docstring_runs():
+    code = re.search(r'\n\n((?: {4}.*\n)+)', model_module.__doc__)[1]
+    idx = torch.zeros(1, 8, dtype=torch.int64)
+    names = vars(model_module) | {'idx': idx, 'targets': idx}
+    exec(textwrap.dedent(code), names)
+    assert names['cache'].lengths.tolist() == [8] and names['logits'].shape == (1, 1, 50304)

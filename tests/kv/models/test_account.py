@@ -1,6 +1,7 @@
 """The account of other people's models: by hand, without their packages, with damaged configs."""
 import contextlib
 import functools
+import json
 import re
 import subprocess
 import sys
@@ -14,6 +15,11 @@ from hypothesis import strategies as st
 from config.errors import UserError
 from config.gpt_config import GPTConfig
 from kv import account
+from kv.__main__ import main
+from kv.models import engines
+from kv.models.build import memory_of
+from kv.models.config import read_config
+from kv.models.memory import CHUNK, FULL, WINDOW, Memory, Part, Store
 from kv.plan import plan_kv
 from tests.helpers.hf_families import FAMILIES
 
@@ -208,7 +214,7 @@ def test_names_of_labels_take_no_memory():
 
 def test_our_own_models_need_the_standard_library_alone():
     program = ("import sys\nfor name in ('torch', 'transformers', 'rich', 'numpy'):\n"
-               f"    sys.modules[name] = None\nfrom kv import account\n"
+               "    sys.modules[name] = None\nfrom kv import account\n"
                "print(account({'nanokv': {}}, max_seq_len=10)['bytes'])")
     done = subprocess.run([sys.executable, '-c', program], cwd=ROOT, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == (f'{10 * 12 * 2 * 768 * 2}\n', '')
@@ -259,3 +265,124 @@ def test_damaged_values_are_errors_that_say_what_is_wrong(data):
         found = account(damaged, max_seq_len=9, like='nanokv')
         assert found['bytes'] == sum(row['bytes'] for row in found['stores'])
         assert found['bytes'] >= 0
+
+
+# -- what engines allocate: groups, pages and cells ------------------------------------------------
+
+POSITION = 2 * 2 * 8 * 2
+
+
+def mixed(full: int, windows: int, window_heads: int = 2, kind: str = WINDOW):
+    parts = {heads: (Part('K', heads, 8), Part('V', heads, 8)) for heads in (2, window_heads)}
+    stores = [Store(FULL, (i,), parts[2]) for i in range(full)]
+    stores += [Store(kind, (full + i,), parts[window_heads], 32) for i in range(windows)]
+    return Memory(tuple(stores), len(stores), 8, 8, 'mixed')
+
+
+@pytest.mark.parametrize('full, windows, group_size, groups', [
+    (2, 6, 2, (1, 3)), (2, 5, 2, (1, 3)), (10, 14, 14, (1, 1)), (10, 15, 10, (1, 2)),
+    (4, 1, 1, (4, 1))])
+def test_groups_of_layers_in_vllm(full, windows, group_size, groups):
+    pages = groups[0] * -(-1000 // 16) + groups[1] * (-(-(31 + 64) // 16) + 1)
+    assert engines.vllm(mixed(full, windows), 3, 1000, 'bfloat16', step_tokens=64) == (
+        3 * pages * group_size * 16 * POSITION)
+
+
+def test_pages_of_different_sizes():
+    """Twice the heads in the windows: pages of the others have twice the positions. Widths that do
+    not divide each other are refused by vLLM."""
+    full, window = -(-1000 // 32), -(-32 // 16) + 1
+    twice = mixed(2, 2, window_heads=4)
+    assert engines.vllm(twice, 3, 1000, 'bfloat16', step_tokens=1) == (
+        3 * (full + window) * 2 * 16 * 2 * POSITION)
+    assert engines.vllm(mixed(2, 2, window_heads=3), 1, 1000, 'bfloat16') is None
+
+
+def test_pages_of_chunks():
+    """They begin where the chunk does."""
+    chunked = mixed(0, 2, kind=CHUNK)
+    assert engines.vllm(chunked, 3, 1000, 'bfloat16', step_tokens=64) == 3 * 2 * 6 * 16 * POSITION
+
+
+def test_cells_of_llama_cpp():
+    """One pool for all sequences, in multiples of 256; windows count beside other layers only."""
+    held = 2 * 9216 + 6 * -(-(9 * 32 + 512) // 256) * 256
+    assert engines.llama_cpp(mixed(2, 6), 9, 1000) == held * POSITION
+    assert engines.llama_cpp(mixed(2, 6), 3, 100) == (2 * 512 + 6 * 512) * POSITION
+    assert engines.llama_cpp(mixed(0, 6), 3, 1000) == 6 * 3072 * POSITION
+    states = memory_of(STATES)
+    assert engines.llama_cpp(states, 3, 256) == (
+        2 * 768 * 2 * 4 * 8 * 2 + 2 * 3 * 4 * (3 * 2 * 8 * 3 + 2 * 8 * 8))
+
+
+# -- the program `python -m kv` --------------------------------------------------------------------
+
+def write(folder, config):
+    folder.mkdir(exist_ok=True)
+    (folder / 'config.json').write_text(config if isinstance(config, str) else json.dumps(config))
+    return str(folder)
+
+
+def test_the_program(tmp_path, capsys):
+    main([write(tmp_path / 'model', GEMMA_3), '--max_seq_len=32768', '--budget=80GB',
+          '--like=nanokv', '--page_size=32', '--step_tokens=512', '--json=True'])
+    *lines, last = capsys.readouterr().out.splitlines()
+    found, text = json.loads(last), ' '.join(' '.join(lines).split())
+    assert found == account(GEMMA_3, max_seq_len=32768, budget=80 * 10 ** 9, like='nanokv',
+                            page_size=32, step_tokens=512)
+    assert '5 11 17 23 29' in text and f"{found['bytes']:,}" in text
+    assert "with nanoKV's plan" in text and '34x smaller' in text
+    assert 'has the defaults of transformers' in text
+
+
+def test_shared_caches_are_shown(tmp_path, capsys):
+    main([write(tmp_path / 'model', FAMILIES['gemma3n_text'] | dict(model_type='gemma3n_text'))])
+    assert '3, read by 4' in ' '.join(capsys.readouterr().out.split())
+
+
+def test_only_our_own_lines(tmp_path):
+    """Packages of others print their warnings elsewhere."""
+    odd = dict(attention_types=[[['global', 'local'], 1]], num_layers=2, torch_dtype='float16',
+               rope_scaling=dict(type='linear', factor=2.0, odd=1))
+    done = subprocess.run([sys.executable, '-m', 'kv', write(
+        tmp_path / 'model', odd | dict(model_type='gpt_neo'))], cwd=ROOT, capture_output=True,
+        text=True)
+    assert (done.returncode, done.stderr) == (0, '') and done.stdout.startswith('gpt_neo: 2 layers')
+
+
+@pytest.mark.parametrize('config, message', [
+    ('{', 'cannot be read'), ('[]', 'holds list, not an object'), ({}, 'model_type=None')])
+def test_damaged_files(config, message, tmp_path):
+    with pytest.raises(UserError, match=message) as caught:
+        main([write(tmp_path / 'model', config)])
+    assert '\n' not in str(caught.value)
+
+
+@pytest.mark.parametrize('argv, message', [
+    (['nowhere/config.json'], 'no such folder or config.json'),
+    (['MODEL', '--n_head=3'], 'is in its config'), (['MODEL', '--svg=x.svg'], 'is in its config'),
+    (['MODEL', 'MODEL'], 'one model at a time'), (['--like=nanokv'], 'models of Hugging Face'),
+    (['config/train_gpt2.py', '--page_size=32'], 'models of Hugging Face'),
+    (['config/train_gpt2x'], 'did you mean config/train_gpt2.py'),
+    (['config/x.json'], 'no such folder'),
+    (['--svg', 'no/where.svg', 'config/train_gpt2.py'], 'cannot be written')])
+def test_mistakes(argv, message, tmp_path):
+    model = write(tmp_path / 'model', LLAMA)
+    with pytest.raises(UserError, match=message):
+        main([model if arg == 'MODEL' else arg for arg in argv])
+
+
+def test_a_name_on_the_hub(tmp_path, monkeypatch):
+    """`owner/name` is looked up; without a connection, or the model, the hub's words are shown."""
+    import huggingface_hub
+
+    def not_there(url, timeout):
+        raise ConnectionError('no connection')
+    path = Path(write(tmp_path / 'model', LLAMA)) / 'config.json'
+    monkeypatch.setattr(huggingface_hub, 'hf_hub_download',
+                        lambda name, file, **_: {('some/llama', 'config.json'): path}[name, file])
+    monkeypatch.setattr(huggingface_hub, 'get_hf_file_metadata', not_there)
+    assert read_config('some/llama') == LLAMA
+    with pytest.raises(UserError, match="'some/other': no such folder, and the hub's config.json.*"
+                                        'no connection'):
+        read_config('some/other')
