@@ -180,6 +180,7 @@ def test_a_step_may_fail_anywhere_and_loses_and_repeats_nothing(
     if in_prefix:
         n_pages = 17  # so few that some are moved to the host
         prefix_budget = 12_000 if name.endswith(('_evict', '_drop_local')) else 10 ** 9
+    alone = good_alone(kind, in_prefix)  # before anything is interrupted
     calls = interrupt(name, dict.fromkeys((at, at + 7, at + 14), moment).get, error)
     engine = Engine(model, 3, 40, page_size=4, prefill_chunk=6, tokenizer=TOKENIZER,
                     kv_budget=n_pages and budget_for(model, 3, 40, n_pages, 4),
@@ -196,7 +197,7 @@ def test_a_step_may_fail_anywhere_and_loses_and_repeats_nothing(
                 numbers = [request.number for request in engine.scheduler.waiting]
                 assert numbers == sorted(engine.jobs) and not engine.scheduler.running
         assert len(events) < 200 and failed <= 3
-    for index, expected in enumerate(good_alone(kind, in_prefix)):
+    for index, expected in enumerate(alone):
         mine = [e for e in events if e.index == index]
         assert [e.token for e in mine] == expected.tokens
         assert ''.join(e.text for e in mine) == expected.text
