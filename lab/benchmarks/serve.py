@@ -13,6 +13,8 @@ import numpy as np
 import torch
 
 from config.errors import UserError, at_least
+from engine.engine import Engine
+from engine.requests.params import SamplingParams
 from engine.requests.scheduler import Scheduler
 from engine.weights.quantized import QuantizedLinear
 from lab.benchmarks import clock, setting
@@ -40,11 +42,13 @@ class Served:
 
 def through_engine(model, rows: int, max_seq_len: int, lengths, s, **options):
     """Return a function of prompts that serves them with one engine, `lengths` new tokens each."""
-    engine = setting.make_engine(model, rows, max_seq_len, s, **options)
+    chunk = {'prefill_chunk': s.prefill_chunk} if s.prefill_chunk else {}
+    engine = Engine(model, rows, max_seq_len, s.kv_dtype, captured=s.captured, **chunk, **options)
+    params = [SamplingParams(max_new_tokens=n, temperature=0) for n in lengths]
 
     def serve(prompts) -> Served:
         start = clock.now()
-        done = setting.greedy(engine, prompts, lengths)
+        done = engine.generate(prompts, params)
         return Served(clock.now() - start, [c.ttft_s for c in done], [c.tokens for c in done],
                       engine.held_peak)
     return serve
@@ -97,45 +101,29 @@ def rounds_of_prompts(model, n: int, context: int, repeats: int) -> list[list[li
 
 def measure(results: dict[str, list[Served]], tokens: int) -> dict:
     """Seconds and tokens per second of each side for `tokens` tokens a round, and the ratios."""
-    seconds = {name: [served.seconds for served in runs] for name, runs in results.items()}
-    sides = {name: {'seconds': clock.summary(each),
-                    'tokens_per_second': clock.summary(tokens / x for x in each)}
-             for name, each in seconds.items()}
-    return {'sides': sides,
-            'ratios': {'tokens_per_second': clock.ratios(seconds)}}
-
-
-def noise(model, idx) -> float:
-    """With quantized weights: three times the largest difference between logits after idx (1, T) in
-    one piece and in chunks; otherwise 0. Activations are rounded to int8, and a difference in the
-    last bit of one can move others to the next value."""
-    if not any(isinstance(m, QuantizedLinear) for m in model.modules()):
-        return 0.0
-    whole, found = model(idx)[0][0, -1], []
-    for size in (16, 64):
-        cache = model.new_cache(1, idx.size(1))
-        for piece in idx.split(size, dim=1):
-            logits = model(piece, cache=cache)[0][0, -1]
-        found.append((logits - whole).abs().max().item())
-    return 3 * max(found)
+    sides = {name: {'seconds': clock.summary(served.seconds for served in runs),
+                    'tokens_per_second': clock.summary(tokens / served.seconds for served in runs)}
+             for name, runs in results.items()}
+    return {'sides': sides, 'ratios': {'tokens_per_second': clock.faster(sides)}}
 
 
 @torch.inference_mode()
 def same_texts(model, prompts, ours, theirs, name) -> dict:
     """Count the requests with equal tokens. Where two texts first differ, the top two logits must
-    be within TOLERANCE, so that rounding may decide between them, or within `noise` of quantized
-    weights. In bfloat16 and float16, where rounding is coarser, texts are only counted.
+    be within TOLERANCE, so that rounding may decide between them. In bfloat16 and float16, and with
+    quantized weights, rounding is coarser, and texts are only counted.
 
     Raises:
         UserError: if texts differ by more than rounding.
     """
-    checked = model.dtype in (torch.float32, torch.float64)
+    checked = (model.dtype in (torch.float32, torch.float64) and
+               not any(isinstance(m, QuantizedLinear) for m in model.modules()))
     unequal = [n for n, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b]
     for n in unequal if checked else []:
         j = next(j for j, (a, b) in enumerate(zip(ours[n], theirs[n], strict=True)) if a != b)
         text = torch.tensor([prompts[n] + ours[n][:j]], device=model.device)
         first, second = model(text)[0][0, -1].topk(2).values.tolist()
-        if first - second > max(TOLERANCE, noise(model, text)):
+        if first - second > TOLERANCE:
             raise UserError(f'ours and {name} differ in token {j} of text {n}, where the '
                             f'likeliest token leads by {first - second:.1e}: more than rounding')
     return {'rows_equal': len(prompts) - len(unequal), 'rows': len(prompts)}

@@ -2,41 +2,14 @@
 without dropout."""
 import contextlib
 import io
-from pathlib import Path
 
 import torch
 
-from config.errors import UserError
-from lab.benchmarks import clock, setting
-from training import native
+from lab.benchmarks import clock
 from training.device import autocast
 from training.update import GuardedUpdate, propagate_nonfinite
 
 GRAD_CLIP = 1.0  # train.py's default
-
-
-def training_models(s, data_root: Path):
-    """The (context, batch) pairs, name -> model with float32 parameters, the dtype of the
-    arithmetic, and facts about the run.
-
-    Raises:
-        UserError: if settings have no meaning for timing training.
-    """
-    if s.weight_dtype != 'auto':
-        raise UserError(f'weight_dtype={s.weight_dtype!r}: has no meaning in mode={s.mode!r}')
-    if setting.compiles(s):
-        raise UserError(f'compile=True: mode={s.mode!r} times uncompiled steps; '
-                        "mode='train' compiles them")
-    shapes, config = setting.begin(s, data_root)
-    torch.set_float32_matmul_precision('high')  # as in train.py
-    models = setting.compared(config, max(shapes)[0], s, torch.float32)
-    device = models['ours'].device
-    dtype = native.training_dtype(s, device)
-    if native.wanted(s, device):
-        for model in models.values():
-            native.speed_up(model)
-    document = setting.facts(s, models) | {'dtype': str(dtype).removeprefix('torch.')}
-    return shapes, models, dtype, document
 
 
 class TrainingSteps:
