@@ -91,7 +91,6 @@ def losses(model, row, windows, tokenizer) -> tuple[dict, torch.Tensor]:
             'cache_minus_forward_largest': apart,
             'bits_per_byte': evaluate.bits_per_byte(loss, tokens, size),
             'perplexity': math.exp(loss),
-            'loss_by_position': [round(x, 3) for x in cached.mean(0).tolist()],
             'kv_dtype': kv_dtype, 'windows': len(windows), 'tokens': tokens, 'bytes': size,
             'chunks': [first, chunk]}, cached
 

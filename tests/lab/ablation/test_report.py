@@ -46,8 +46,7 @@ def write(ladder, results, found, result):
                 'dtype': 'float32', 'hardware': 'cpu', 'torch': '2.13.0',
                 'kv_dtype': 'int8' if row.kv_dtype == 'int8' else 'float32', 'windows': 4,
                 'tokens': 256, 'val_loss': 1.0, 'val_loss_forward': 1.0, 'bits_per_byte': 0.5,
-                'cache_minus_forward_largest': 0.0, 'loss_by_position': [1.0] * 64,
-                'training': training} | result(name, x))
+                'cache_minus_forward_largest': 0.0, 'training': training} | result(name, x))
 
 
 @pytest.fixture
