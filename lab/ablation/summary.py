@@ -83,10 +83,9 @@ def lookup_of_row(runs: list[dict]) -> dict:
     """Summarise `lookup.lookup` over the seeds."""
     first = runs[0]
     each = {key: [run[key] for run in runs] for key in ('facts', 'bytes_per_fact')}
-    means = {key: {n: mean_sd(run[key][n] for run in runs) for n in first[key]}
-             for key in ('accuracy', 'by_distance')}
+    accuracy = {n: mean_sd(run['accuracy'][n] for run in runs) for n in first['accuracy']}
     same = {key: first[key] for key in ('kv_bytes', 'rows', 'gap', 'n_values', 'local_reach')}
-    return same | each | means
+    return same | each | {'accuracy': accuracy}
 
 
 def losses_of_row(ladder, row, measured: dict) -> dict:

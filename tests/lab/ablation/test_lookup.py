@@ -54,14 +54,11 @@ def test_facts_are_the_most_up_to_which_all_numbers_are_recalled(oracle):
         assert found['kv_bytes'] == model.plan.nbytes(1, 60, 'int8')
         assert found['bytes_per_fact'] == (found['kv_bytes'] / facts if facts else None)
     assert found['local_reach'] == 2 * 3
-    oracle(lambda n, distance: (distance >= 32) & (n > 0))
-    found = looking.lookup(model, 'float32', TASK, rows=16)
-    assert found['by_distance'] == {8: 1.0, 16: 1.0, 32: 0.0}
 
 
 def test_what_the_table_says():
     def run(facts):
-        return {'accuracy': {'2': 1.0, '4': facts / 4}, 'by_distance': {'8': 0.5}, 'facts': facts,
+        return {'accuracy': {'2': 1.0, '4': facts / 4}, 'facts': facts,
                 'bytes_per_fact': 60 / facts if facts else None, 'kv_bytes': 60,
                 'rows': 8, 'gap': 3, 'n_values': 50, 'local_reach': 2}
     found = lookup_of_row([run(4), run(0), run(4)])
@@ -69,8 +66,6 @@ def test_what_the_table_says():
     table = tables.lookups([row])
     assert table.rows[0][1:] == ('100.0 (0.0)', '66.7 (57.7)', '4 (x2), 0', '60', '15 (x2)')
     assert 'chance is 2.0' in table.title
-    table = tables.lookup_distances([row])
-    assert table.columns[1:] == ('8 to 15',) and table.rows[0][1:] == ('50.0 (0.0)',)
     assert listed([]) == '-'
 
 
