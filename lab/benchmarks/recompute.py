@@ -10,7 +10,7 @@ import torch
 
 from config.errors import UserError
 from lab.benchmarks import clock, setting
-from lab.benchmarks.steps import TrainingSteps
+from lab.benchmarks.train import TrainingSteps
 from training import native
 from training.loss import linear_cross_entropy
 from training.memory import measure as measure_memory

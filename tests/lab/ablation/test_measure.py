@@ -70,7 +70,6 @@ def test_a_cache_that_gives_other_losses_is_an_error(kv_dtype, ladder, saved, mo
 
 def test_a_row_with_int8_weights_is_judged_with_them(ladder_of, tmp_path, saved, monkeypatch):
     ladder = ladder_of(CONFIG.replace("dict(kv_share='AAB')),", "dict(weight_dtype='int8')),"))
-    monkeypatch.setattr(measure, 'training_figures', lambda *_: {})
     monkeypatch.setattr(measure, 'recall', lambda model, *_: weights_dtype(model))
     plain, int8 = (measure.measure(ladder, ladder.rows[name], 1, saved, tmp_path / 'ckpt.pt')
                    for name in ('+ windows', 'shared'))
@@ -86,7 +85,6 @@ def test_identifiers_cost_what_the_forward_pass_says(ladder_of, tmp_path, monkey
     write_dataset(tmp_path / 'source', {'train': ids, 'val': ids}, meta)
     monkeypatch.setattr('lab.ablation.ladder.DATA_ROOT', tmp_path)
     monkeypatch.setattr(measure, 'ensure_dataset', lambda name: tmp_path / name)
-    monkeypatch.setattr(measure, 'training_figures', lambda *_: {})
     ladder = ladder_of("""
 base = 'config/char_vanilla.py'
 dataset = 'source'
