@@ -108,8 +108,7 @@ def measure(ladder, row, seed: int, saved, path: Path) -> dict:
     tokens_per_iter = s.batch_size * s.gradient_accumulation_steps * s.block_size
     device = pick_device(s.device)
     model = trained_model(ladder, row, saved, path).to(device)
-    sizes = {'params': model.get_num_params(),
-             'params_all': model.get_num_params(non_embedding=False)}
+    params = model.get_num_params()
     quantize_weights(model, row.weight_dtype)
     task, kv_dtype = task_of(s), model.resolved_kv_dtype(row.kv_dtype)
     if s.dataset == 'lookup':
@@ -127,7 +126,7 @@ def measure(ladder, row, seed: int, saved, path: Path) -> dict:
             starts = np.array(evaluate.window_starts(len(tokens), *asked))
             judged['identifiers'] = loss_by_distance(nats.numpy(), starts, found)
     return {'fingerprint': ladder.fingerprint(row), 'trained_as': ladder.trainer(row).name,
-            **sizes, **judged,
+            'params': params, **judged,
             'training': {'iterations': s.max_iters, 'tokens': s.max_iters * tokens_per_iter},
             'settings': vars(s) | {'seed': seed, 'out_dir': '', 'device': ''},
             'dtype': str(training_dtype(s, device)).removeprefix('torch.'),

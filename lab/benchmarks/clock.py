@@ -59,8 +59,8 @@ def faster(sides: dict, base: str = 'ours') -> dict:
     return {name: paired(rates[base], each) for name, each in rates.items() if name != base}
 
 
-def metrics(times, time_key: str, tokens: int) -> dict:
-    """The times (seconds) in milliseconds under `time_key`, and the rate for `tokens` tokens per
-    round."""
-    return {time_key: summary(1000 * x for x in times),
+def metrics(times, time_key: str, tokens: int, scale: int = 1000) -> dict:
+    """The times (seconds) under `time_key`, by default in milliseconds, and the rate for `tokens`
+    tokens per round."""
+    return {time_key: summary(scale * x for x in times),
             'tokens_per_second': summary(tokens / x for x in times)}

@@ -61,12 +61,10 @@ def run(s, data_root: Path) -> dict:
     model = setting.build(config, s)
     cells = []
     for context, rows in shapes:
-        asked = model, min(rows, len(lengths)), context + max(lengths), lengths, s
-        sides = {'ours': through_engine(*asked),
-                 'static engine': through_engine(*asked, scheduler=StaticScheduler)}
-        prompts = rounds_of_prompts(model, len(lengths), context, s.repeats)
-        title = f'{len(lengths)} requests, prompts of {context}'
-        results = clock.alternate(sides, s.repeats, title, prompts)
+        used = min(rows, len(lengths))
+        static = through_engine(model, used, context + max(lengths), lengths, s,
+                                scheduler=StaticScheduler)
+        prompts, results = rounds(model, {'static engine': static}, lengths, context, used, s)
         cell = measure(results, sum(lengths))
         for name, side in cell['sides'].items():
             side |= {'batch': rows, 'kv_held_bytes': max(one.kv_held for one in results[name]),
@@ -74,7 +72,7 @@ def run(s, data_root: Path) -> dict:
                                               for one in results[name])}
             if name != 'ours':
                 tokens = results['ours'][-1].tokens, results[name][-1].tokens
-                side |= same_texts(model, prompts[-1], *tokens, name)
+                side |= same_texts(model, prompts, *tokens, name)
         cells.append(cell | {'context': context})
     return setting.facts(s, {'ours': model}) | {
         'requests': s.requests, 'output_lengths': lengths, 'cells': cells}
@@ -94,15 +92,19 @@ def output_lengths(s) -> list[int]:
     return [min(int(math.exp(x)), high) for x in u]
 
 
-def rounds_of_prompts(model, n: int, context: int, repeats: int) -> list[list[list[int]]]:
-    """`n` random prompts for the warm-up round and for each timed one."""
-    return [setting.random_tokens(model, n, context).tolist() for _ in range(repeats + 1)]
+def rounds(model, others: dict, lengths, context: int, rows: int, s):
+    """Serve new random prompts in every round. others: name -> function of prompts. Returns the
+    last round's prompts, and name -> the rounds of ours and of the others."""
+    ours = through_engine(model, rows, context + max(lengths), lengths, s)
+    prompts = [setting.random_tokens(model, len(lengths), context).tolist()
+               for _ in range(s.repeats + 1)]
+    title = f'{len(lengths)} requests, prompts of {context}'
+    return prompts[-1], clock.alternate({'ours': ours} | others, s.repeats, title, prompts)
 
 
 def measure(results: dict[str, list[Served]], tokens: int) -> dict:
     """Seconds and tokens per second of each side for `tokens` tokens a round, and the ratios."""
-    sides = {name: {'seconds': clock.summary(served.seconds for served in runs),
-                    'tokens_per_second': clock.summary(tokens / served.seconds for served in runs)}
+    sides = {name: clock.metrics([served.seconds for served in runs], 'seconds', tokens, scale=1)
              for name, runs in results.items()}
     return {'sides': sides, 'ratios': {'tokens_per_second': clock.faster(sides)}}
 

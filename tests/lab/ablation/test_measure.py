@@ -74,7 +74,7 @@ def test_a_row_with_int8_weights_is_judged_with_them(ladder_of, tmp_path, saved,
     plain, int8 = (measure.measure(ladder, ladder.rows[name], 1, saved, tmp_path / 'ckpt.pt')
                    for name in ('+ windows', 'shared'))
     assert (plain['recall'], int8['recall']) == ('float32', 'int8')
-    assert plain['params_all'] == int8['params_all'] == 34_592
+    assert plain['params'] == int8['params'] == 34_592
     assert plain['fingerprint'] != int8['fingerprint']
 
 
