@@ -95,6 +95,8 @@ def main(argv=None):
     results, only = Results(ladder), chosen(ladder)
     if s.pictures:
         pyplot(' (or give --pictures=False)')  # fails now rather than after training
+    if line := results.other_core():
+        print(line)
     if s.dry_run:
         list_runs(ladder, results, argv, only)
         return

@@ -26,7 +26,7 @@ from interop.convert import convert_weights
 from lab.ablation.identifiers import find_identifiers, loss_by_distance
 from lab.ablation.ladder import read_ladder
 from lab.ablation.lookup import lookup, recall
-from lab.ablation.results import Results
+from lab.ablation.results import Results, core_digest
 from model import GPT
 from training.checkpoint import config_of
 from training.device import device_name, pick_device
@@ -131,7 +131,7 @@ def measure(ladder, row, seed: int, saved, path: Path) -> dict:
             'settings': vars(s) | {'seed': seed, 'out_dir': '', 'device': ''},
             'dtype': str(training_dtype(s, device)).removeprefix('torch.'),
             'hardware': f'{device_name(device)}, {os.cpu_count()} cores',
-            'torch': torch.__version__}
+            'torch': torch.__version__, 'core': core_digest()}
 
 
 def main(argv=None):

@@ -6,12 +6,20 @@ from pathlib import Path
 
 from config.errors import UserError
 from config.files import regular_only
-from lab.ablation.ladder import slug_of
+from lab.ablation.ladder import digest, slug_of
 from lab.files import write_whole
 from training.checkpoint import load_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / 'results'
+CORE = ['model.py', 'generate.py', *(f'kv/{name}.py' for name in (
+    '__init__', 'plan', 'slots', 'cache', 'quantize', 'report'))]
+CORE += sorted(str(path.relative_to(ROOT)) for path in (ROOT / 'attention').glob('*.py'))
+
+
+def core_digest() -> str:
+    """Return a digest of the sources of the core (docs/architecture.md)."""
+    return digest([(ROOT / path).read_text(encoding='utf-8') for path in CORE])
 
 
 def as_line(document: dict) -> str:
@@ -103,3 +111,16 @@ class Results:
             lines.append(run | {'settings': {name: value for name, value in run['settings'].items()
                                              if name not in base or value != base[name]}})
         write_whole(self.path, ''.join(map(as_line, lines)))
+
+    def other_core(self) -> str:
+        """Return a line on the results measured with another, or an unknown, version of the core;
+        '' if there are none."""
+        runs = [self.read(row, seed) for row in self.ladder.rows.values()
+                for seed in self.seeds(row)]
+        cores = [run.get('core') for run in runs if run]
+        other = len(cores) - cores.count(core_digest())
+        if not other:
+            return ''
+        return (f'{other} of {len(cores)} results were measured with another version of the core '
+                '(model.py, generate.py, kv/, attention/). Delete their lines in runs.jsonl '
+                'to measure again, and runs/ to train again')

@@ -49,7 +49,7 @@ def ladder(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_ladder_is_trained_judged_and_reported_once(ladder, capsys):
+def test_a_ladder_is_trained_judged_and_reported_once(ladder, capsys, monkeypatch):
     argv, folder = ladder
     argv.remove('--pictures=False')
     out = printed(capsys, [*argv, '--jobs=2', '--json=True'])
@@ -72,7 +72,10 @@ def test_a_ladder_is_trained_judged_and_reported_once(ladder, capsys):
     ablate.main(argv)
     assert (folder / 'runs.jsonl').read_text() == before
     argv = [*argv, '--dry_run=True']
-    assert "seeds done [1], to do -" in printed(capsys, argv)
+    out = printed(capsys, argv)
+    assert "seeds done [1], to do -" in out and 'of the core' not in out
+    monkeypatch.setattr('lab.ablation.results.core_digest', lambda: 'changed')
+    assert '3 of 3 results were measured with another version' in printed(capsys, argv)
     assert "seeds done -, to do [1]" in printed(capsys, [*argv, '--max_iters=13'])
 
 
