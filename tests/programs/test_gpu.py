@@ -15,7 +15,7 @@ from engine.engine import Engine
 from engine.requests.params import SamplingParams
 from engine.requests.sampler import TopPSampler
 from generate import Generation
-from lab.benchmarks import bandwidth, kernels
+from lab.benchmarks import bandwidth
 from model import GPT
 from tests.helpers.models import FULL_STACK as MODEL
 from tests.helpers.models import VOCAB, random_model
@@ -134,11 +134,10 @@ def test_the_engine_gives_the_texts_of_the_cpu(kv_dtype, asynchronous, temperatu
     dict(mode='serve', batch_sizes='2', requests=4, output_lengths='2,8'),
     dict(mode='recompute', policies='none,block,offload'),
     dict(mode='train', real_data=False, profile=True, device='cuda:0'),
-    dict(mode='kernels', contexts='64', batch_sizes='2', tune=True)], ids=lambda s: s['mode'])
+    dict(mode='kernels', contexts='64', batch_sizes='2')], ids=lambda s: s['mode'])
 def test_bench(capsys, monkeypatch, settings, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bandwidth, 'BUFFER_BYTES', 2 ** 24)
-    monkeypatch.setattr(kernels, 'TUNINGS', kernels.TUNINGS[:3])
     stack = FULL_STACK | BIG | dict(window_size=16)
     shape = {name: value for name, value in stack.items() if hasattr(GPTConfig, name)}
     more = {} if settings['mode'] == 'train' else dict(contexts='30')
