@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: help demo test house test-slow test-vllm data kv contexts seeds recall lookup bench-cpu ablate ablate-smoke soak nanogpt gpu-check docs clean
+.PHONY: help demo test house test-slow test-vllm data kv contexts seeds recall lookup bench-cpu ablate ablate-smoke soak gpu-check docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -98,9 +98,6 @@ ablate: $(VENV)/.installed-test data recall  ## from vanilla GPT-2 to the full s
 
 soak: $(VENV)/.installed-test  ## training killed 20 times at any moment, against training left alone (a few minutes on 2 cores)
 	KILLS=20 $(BIN)/python -m pytest -q -s tests/training/test_soak.py
-
-nanogpt: $(VENV)/.installed  ## nanoGPT (make nanogpt NANOGPT=folder) beside ours: losses, checkpoints, the CPU recipe (twenty minutes; PARTS="curves exchange": less)
-	$(BIN)/python lab/scripts/nanogpt_parity.py $(NANOGPT) $(PARTS)
 
 docs: $(VENV)/.installed  ## write the tables of results/ into README.md and docs/
 	$(BIN)/python -m lab.pages

@@ -6,7 +6,7 @@ KEYS = (  # names of settings (not vocab_size, which was never one of training)
     'hit_rate', 'int8_forward', 'int8_training', 'keep_checkpoints', 'kv_stride', 'memory',
     'memory_budget', 'message_tokens', 'new_tokens', 'offload_optimizer', 'page_sizes',
     'prefix_disk_budget', 'prefix_folder', 'price', 'recall', 'requests_per_second', 'shape',
-    'speed', 'tpot', 'utilization',
+    'speed', 'tpot', 'tune', 'utilization',
 )
 VALUES = {  # name of a setting that stays -> values that it no longer takes
     'against': ('hf', 'llama.cpp'),

@@ -241,7 +241,6 @@ BENCH = _keys(
     ('budget', '', "mode decode: KV memory to fill, as '1GB'; replaces batch_sizes"),
     ('policies', 'none,selective,mlp,block,sqrt', 'mode recompute: policies to compare'),
     ('chunked_loss', True, 'mode train (not against nanoGPT): loss in chunks'),
-    ('tune', False, 'mode kernels: also try other layouts of the decode kernel'),
     ('nanogpt', '', 'with against=nanogpt: folder of a nanoGPT checkout'),
     ('save', '', 'also write the JSON document to this file'),
     ('batch_size', 12, 'mode train: sequences in a step'),

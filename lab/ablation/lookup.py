@@ -18,38 +18,27 @@ def recall(model, kv_dtype: str, task, rows: int = ROWS) -> dict:
     """Greedy accuracy through the cache, by distance."""
     accuracy = {}
     for distance in task.distances:
-        right, _ = answered(model, kv_dtype, task, distance, rows, RECALL_SEED)
-        accuracy[distance] = right.float().mean().item()
+        accuracy[distance] = share_right(model, kv_dtype, task, distance, rows, RECALL_SEED)
     return {'accuracy': accuracy, 'rows': rows, 'local_reach': model.plan.local_reach}
 
 
 def lookup(model, kv_dtype: str, task, rows: int = ROWS) -> dict:
-    """Greedy accuracy through the cache, by number of facts and by distance (from a power of two to
-    the next); the largest number of facts recalled, and the allocated KV bytes for each of them."""
-    right, distances = {}, []
-    for n in sorted(task.pairs):
-        answers, distance = answered(model, kv_dtype, task, n, rows)
-        right[n] = answers.float().mean().item()
-        distances.append((distance, answers))
-    distance, answers = (torch.cat(each) for each in zip(*distances))
-    bins = distance.float().log2().floor().int()
+    """Greedy accuracy through the cache, by number of facts; the largest number of facts recalled,
+    and the allocated KV bytes for each of them."""
+    right = {n: share_right(model, kv_dtype, task, n, rows, SEED) for n in sorted(task.pairs)}
     facts = max(itertools.takewhile(lambda n: right[n] >= RECALLED, right), default=0)
     nbytes = model.new_cache(1, task.block_size, kv_dtype).nbytes
     return {'accuracy': right, 'rows': rows, 'facts': facts, 'kv_bytes': nbytes,
             'bytes_per_fact': nbytes / facts if facts else None,
-            'by_distance': {2 ** k: answers[bins == k].float().mean().item()
-                            for k in bins.unique().tolist()},
             'gap': task.gap, 'n_values': task.n_values, 'local_reach': model.plan.local_reach}
 
 
 @torch.inference_mode()
-def answered(model, kv_dtype: str, task, n: int, rows: int,
-             seed: int = SEED) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether each question is answered right, and its distance; both (questions,). n: the number
-    of facts (look-up) or the distance (recall) of all sequences."""
+def share_right(model, kv_dtype: str, task, n: int, rows: int, seed: int) -> float:
+    """The share of questions answered right. n: the number of facts (look-up) or the distance
+    (recall) of all sequences."""
     rng = np.random.default_rng((seed, n))
     x, y, distance = (torch.from_numpy(a).to(model.device) for a in task.batch(rng, rows, n))
     logits_of = through_cache(model, kv_dtype, task.block_size // 2, 16)
     choices = torch.cat([logits_of(some).argmax(-1) for some in x.split(BATCH)])
-    asked = distance > 0
-    return (choices == y)[asked].cpu(), distance[asked].cpu()
+    return (choices == y)[distance > 0].float().mean().item()

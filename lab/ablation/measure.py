@@ -6,9 +6,7 @@ ablate.py starts this after a run is trained. Appends a line to runs.jsonl for e
 """
 import copy
 import dataclasses
-import math
 import os
-import statistics
 import sys
 from pathlib import Path
 
@@ -33,7 +31,6 @@ from model import GPT
 from training.checkpoint import config_of
 from training.device import device_name, pick_device
 from training.load_model import model_of
-from training.log import read_metrics
 from training.native import training_dtype
 
 # Largest difference in nats that rounding may cause between a window's mean loss with the cache and
@@ -90,8 +87,6 @@ def losses(model, row, windows, tokenizer) -> tuple[dict, torch.Tensor]:
     return {'val_loss': loss, 'val_loss_forward': plain_loss,
             'cache_minus_forward_largest': apart,
             'bits_per_byte': evaluate.bits_per_byte(loss, tokens, size),
-            'perplexity': math.exp(loss),
-            'loss_by_position': [round(x, 3) for x in cached.mean(0).tolist()],
             'kv_dtype': kv_dtype, 'windows': len(windows), 'tokens': tokens, 'bytes': size,
             'chunks': [first, chunk]}, cached
 
@@ -107,28 +102,13 @@ def effect_of_noise(model, plain, windows, batch: int) -> float:
     return (changed - plain).mean(1).abs().max().item()
 
 
-def training_figures(out_dir: Path, s) -> dict:
-    """Metrics of the training run. Other runs on the machine may have slowed it down."""
-    rows = list(read_metrics(out_dir / 'metrics.jsonl'))  # of a ladder's run, which is short
-    evaluations = [[row['iter'], row['train_loss'], row['val_loss']]
-                   for row in rows if 'val_loss' in row]
-    curve = [[row['iter'], None if row['loss'] is None else round(row['loss'], 3)]
-             for row in rows]  # None: not finite
-    tokens_per_iter = s.batch_size * s.gradient_accumulation_steps * s.block_size
-    return {'curve': curve, 'evaluations': evaluations,
-            'seconds_per_iteration': statistics.median(row['time_ms'] for row in rows) / 1000,
-            'memory_peak_bytes': max(row.get('memory_peak_bytes', 0) for row in rows),
-            'skipped': rows[-1].get('skipped', 0), 'iterations': s.max_iters,
-            'tokens': s.max_iters * tokens_per_iter}
-
-
 def measure(ladder, row, seed: int, saved, path: Path) -> dict:
     """Return the result of one row with one seed."""
     s = ladder.settings(row)
+    tokens_per_iter = s.batch_size * s.gradient_accumulation_steps * s.block_size
     device = pick_device(s.device)
     model = trained_model(ladder, row, saved, path).to(device)
-    sizes = {'params': model.get_num_params(),
-             'params_all': model.get_num_params(non_embedding=False)}
+    params = model.get_num_params()
     quantize_weights(model, row.weight_dtype)
     task, kv_dtype = task_of(s), model.resolved_kv_dtype(row.kv_dtype)
     if s.dataset == 'lookup':
@@ -146,7 +126,8 @@ def measure(ladder, row, seed: int, saved, path: Path) -> dict:
             starts = np.array(evaluate.window_starts(len(tokens), *asked))
             judged['identifiers'] = loss_by_distance(nats.numpy(), starts, found)
     return {'fingerprint': ladder.fingerprint(row), 'trained_as': ladder.trainer(row).name,
-            **sizes, **judged, 'training': training_figures(path.parent, s),
+            'params': params, **judged,
+            'training': {'iterations': s.max_iters, 'tokens': s.max_iters * tokens_per_iter},
             'settings': vars(s) | {'seed': seed, 'out_dir': '', 'device': ''},
             'dtype': str(training_dtype(s, device)).removeprefix('torch.'),
             'hardware': f'{device_name(device)}, {os.cpu_count()} cores',

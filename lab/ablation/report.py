@@ -1,8 +1,6 @@
 """Write the report of a summary: results.json, report.md and pictures. Print its tables on the
 terminal."""
 
-import statistics
-
 from kv.console import output
 from lab.ablation import tables
 from lab.ablation.pictures import TITLES, write_all
@@ -19,15 +17,8 @@ NOTE = ('Written by ablate.py from the files in this folder. A row is one change
 
 def write_report(summary: dict, folder) -> None:
     """Write all files. Raises UserError if matplotlib is missing or a file cannot be written."""
-    write_json(folder / 'results.json', without_curves(summary))
+    write_json(folder / 'results.json', summary)
     write_whole(folder / 'report.md', markdown(summary, write_all(summary, folder)))
-
-
-def without_curves(summary: dict) -> dict:
-    """The summary without the losses by position, which the runs have."""
-    rows = [{key: value for key, value in row.items() if key != 'loss_by_position'}
-            for row in summary['rows']]
-    return summary | {'rows': rows}
 
 
 def markdown(summary: dict, pictures: list[str]) -> str:
@@ -74,23 +65,7 @@ def caveats(summary: dict) -> list[str]:
     if known:
         lines.append('Intervals cover the variation between seeds, not the choice of validation '
                      'text.')
-    baseline = next(row for row in summary['rows'] if row['name'] == summary['baseline'])
-    losses = baseline.get('loss_by_position', ())
-    start = flat_from(losses)
-    if 0 < start <= len(losses) // 4:
-        lines.append(f"The baseline's loss hardly depends on the position beyond {start} tokens: "
-                     'on this text the loss cannot show the cost of forgetting older tokens.')
     return lines
-
-
-def flat_from(losses) -> int:
-    """Return the position after which all means of 16 losses are within 0.05 nats of the mean of
-    the second half; 0 for fewer than 64 losses."""
-    blocks = [statistics.fmean(losses[i:i + 16]) for i in range(0, len(losses) - 15, 16)]
-    if len(blocks) < 4:
-        return 0
-    level = statistics.fmean(blocks[len(blocks) // 2:])
-    return 16 * max((i + 1 for i, x in enumerate(blocks) if abs(x - level) > 0.05), default=0)
 
 
 def shortcomings(summary: dict) -> str:

@@ -37,22 +37,17 @@ def summarize_row(ladder, results, row, measured: dict) -> dict:
     """Summarise one row. `seeds_missing`: seeds without a result."""
     runs, wanted = measured[row.name], ladder.seeds(row)
     missing = sorted(set(wanted) - set(runs))
-    config = ladder.config(row)
     entry = {
-        'name': row.name, 'slug': row.slug, 'side': row.side, 'above': row.above,
+        'name': row.name, 'side': row.side, 'above': row.above,
         'changes': row.changes,
         # only the training differs, such as the optimizer or the learning rate
         'same_model': bool(row.above) and not row.changes.keys() & INFERENCE_KEYS,
         'kv_dtype': row.kv_dtype, 'seeds': sorted(runs), 'seeds_missing': missing,
-        'n_layer': config.n_layer, 'T': config.block_size, 'W': config.window_size,
         'command': ladder.command(row, wanted[0])}
     if not runs:
         return entry
     first = next(iter(runs.values()))
-    entry |= {'params': first['params'], 'params_all': first['params_all'],
-              'learning_rate': first['settings']['learning_rate'],
-              'tokens': first['training']['tokens'],
-              'iterations': first['training']['iterations'], 'trained_as': first['trained_as']}
+    entry |= {'params': first['params'], 'trained_as': first['trained_as']}
     if 'lookup' in first:
         return entry | {'lookup': lookup_of_row([run['lookup'] for run in runs.values()])}
     if 'recall' not in first:
@@ -88,10 +83,9 @@ def lookup_of_row(runs: list[dict]) -> dict:
     """Summarise `lookup.lookup` over the seeds."""
     first = runs[0]
     each = {key: [run[key] for run in runs] for key in ('facts', 'bytes_per_fact')}
-    means = {key: {n: mean_sd(run[key][n] for run in runs) for n in first[key]}
-             for key in ('accuracy', 'by_distance')}
+    accuracy = {n: mean_sd(run['accuracy'][n] for run in runs) for n in first['accuracy']}
     same = {key: first[key] for key in ('kv_bytes', 'rows', 'gap', 'n_values', 'local_reach')}
-    return same | each | means
+    return same | each | {'accuracy': accuracy}
 
 
 def losses_of_row(ladder, row, measured: dict) -> dict:
@@ -100,9 +94,7 @@ def losses_of_row(ladder, row, measured: dict) -> dict:
 
     def each(name):
         return [run[name] for run in runs.values()]
-    by_position = zip(*each('loss_by_position'))
     entry = {'val_loss': mean_sd(each('val_loss')),
-             'loss_by_position': [statistics.fmean(losses) for losses in by_position],
              'val_loss_forward': mean_sd(each('val_loss_forward')),
              'cache_minus_forward_largest': max(each('cache_minus_forward_largest')),
              'bits_per_byte': mean_sd(each('bits_per_byte'))}

@@ -65,7 +65,7 @@ def grids(summary: dict) -> list[Table]:
     if having['val_loss'] or not (having['lookup'] or having['recall']):
         tables += [headline(summary), headline(summary, side=True)]
     if having['lookup']:
-        tables += [lookups(having['lookup']), lookup_distances(having['lookup'])]
+        tables.append(lookups(having['lookup']))
     if having['recall']:
         tables.append(recalls(having['recall']))
     if having['identifiers']:
@@ -137,14 +137,6 @@ def lookups(rows: list[dict]) -> Table:
         'KV bytes': lambda row: f"{row['lookup']['kv_bytes']:,}",
         'bytes a fact': lambda row: listed(f'{x:,.0f}' for x in row['lookup']['bytes_per_fact']
                                            if x is not None)})
-
-
-def lookup_distances(rows: list[dict]) -> Table:
-    return with_names(
-        'Looking up facts by content: right answers by positions from the question back to its '
-        'fact, over all numbers of facts, %, mean over seeds (sd)', rows,
-        shares('lookup', 'by_distance', {f'{int(d)} to {2 * int(d) - 1}': d
-                                         for d in rows[0]['lookup']['by_distance']}))
 
 
 def recalls(rows: list[dict]) -> Table:

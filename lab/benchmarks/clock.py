@@ -53,13 +53,14 @@ def paired(a, b) -> dict:
     return summary(x / y for x, y in zip(a, b, strict=True))
 
 
-def ratios(times: dict, base: str = 'ours') -> dict:
-    """Return name -> summary of its times divided by those of `base`, for every other side."""
-    return {name: paired(each, times[base]) for name, each in times.items() if name != base}
+def faster(sides: dict, base: str = 'ours') -> dict:
+    """Return name -> how many times its tokens per second `base` makes, for every other side."""
+    rates = {name: side['tokens_per_second']['each'] for name, side in sides.items()}
+    return {name: paired(rates[base], each) for name, each in rates.items() if name != base}
 
 
-def metrics(times, time_key: str, tokens: int) -> dict:
-    """The times (seconds) in milliseconds under `time_key`, and the rate for `tokens` tokens per
-    round."""
-    return {time_key: summary(1000 * x for x in times),
+def metrics(times, time_key: str, tokens: int, scale: int = 1000) -> dict:
+    """The times (seconds) under `time_key`, by default in milliseconds, and the rate for `tokens`
+    tokens per round."""
+    return {time_key: summary(scale * x for x in times),
             'tokens_per_second': summary(tokens / x for x in times)}

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from config.sizes import parse_bytes
+from engine.requests.sampler import most_likely
 from engine.steps.decode import fast_decode
 from lab.benchmarks import clock, setting
 from lab.benchmarks.bandwidth import Bandwidth, kv_read_per_step, most_sequences, weight_read_bytes
@@ -36,7 +37,9 @@ class DecodeRound:
     def generate(self) -> None:
         tokens = self.first
         for _ in range(self.steps):
-            tokens = setting.one_token(self.model, self.cache, self.decode, tokens)
+            logits = (self.decode(tokens) if self.decode else
+                      self.model(tokens, cache=self.cache)[0][:, -1])
+            tokens = most_likely(logits)[:, None]
 
 
 def run(s, data_root: Path) -> dict:
@@ -86,9 +89,7 @@ def measure(rounds, bandwidth, repeats: int, title: str) -> tuple[list[float], d
     times = clock.alternate({'bandwidth': bandwidth} | rounds, repeats, title)
     measured = times.pop('bandwidth')
     sides = {name: metrics(rounds[name], tpots, measured) for name, tpots in times.items()}
-    speeds = {name: side['tokens_per_second']['each'] for name, side in sides.items()}
-    ratios = {name: clock.paired(speeds['ours'], speeds[name]) for name in sides if name != 'ours'}
-    return measured, {'sides': sides, 'ratios': {'tokens_per_second': ratios}}
+    return measured, {'sides': sides, 'ratios': {'tokens_per_second': clock.faster(sides)}}
 
 
 def metrics(side: DecodeRound, tpots, rates) -> dict:

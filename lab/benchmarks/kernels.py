@@ -4,7 +4,6 @@ They are timed with Triton's benchmark and a cold L2 cache; calls of microsecond
 graphs. The speeds are compared with a device-to-device copy in the same run. Decode attention is
 first compared with float64. batch_sizes, contexts: rows and keys of decode attention.
 """
-import itertools
 from functools import partial
 from pathlib import Path
 
@@ -21,14 +20,10 @@ from lab.benchmarks import clock, setting
 from lab.benchmarks.bandwidth import Bandwidth
 from training.device import pick_device, pick_dtype
 
-PAGE = 64              # keys
 CHECKED_ROWS = 2       # of a batch, compared with float64
 CALLS = 20             # minimum per graph: the events around it take 2 to 4 microseconds
 ROTATED_BYTES = 2 ** 27  # all copies together: over twice the L2 cache of an H100 (50 MB)
 REPLAYED_MS = 300      # long enough for several measurements even if 20 calls take 50 ms
-TUNINGS = [dict(block_n=n, num_warps=w, num_stages=k)
-           for n in (64, 128) for w in (1, 2, 4) for k in (2, 3)]
-TUNINGS += [dict(n_splits=n, num_warps=w) for n in (2, 4, 8) for w in (1, 2, 4)]
 
 
 def milliseconds(call, device, rep=100) -> dict:
@@ -49,12 +44,6 @@ def milliseconds_a_call(calls, device) -> dict:
     if device.type != 'cuda':
         return milliseconds(calls[0], device)
     turns = [calls[i % len(calls)] for i in range(max(CALLS, len(calls)))]
-    found = milliseconds(captured(turns, device), device, rep=REPLAYED_MS)
-    return {name: value / len(turns) for name, value in found.items()}
-
-
-def captured(turns, device):
-    """Return a function that replays a CUDA graph of all `turns`."""
     for call in turns:
         call()
     torch.cuda.synchronize(device)
@@ -62,7 +51,8 @@ def captured(turns, device):
     with torch.cuda.graph(graph):
         for call in turns:
             call()
-    return graph.replay
+    found = milliseconds(graph.replay, device, rep=REPLAYED_MS)
+    return {name: value / len(turns) for name, value in found.items()}
 
 
 def n_copies(nbytes: int) -> int:
@@ -88,7 +78,7 @@ def run(s, data_root: Path) -> dict:
         'heads': [s.n_head, n_kv_head, head_dim],
         'rates': {'copy_bytes_per_second': Bandwidth(device)()}}
     shape = s.n_head, n_kv_head, head_dim, dtype, device
-    document['decode'] = [decode_cell(shape, batch, context, s.tune, document['rates'])
+    document['decode'] = [decode_cell(shape, batch, context, document['rates'])
                           for context in contexts for batch in batches]
     document['write'] = [write_cell(shape, batch) for batch in batches]
     return document
@@ -96,41 +86,28 @@ def run(s, data_root: Path) -> dict:
 
 # -- decode: one token per row over stored keys ----------------------------------------------------
 
-def decode_cell(shape, batch: int, context: int, tune: bool, device_rates) -> dict:
+def decode_cell(shape, batch: int, context: int, device_rates) -> dict:
     """Each way to attend over `context` keys of `batch` rows: time, bytes per second, error."""
-    from attention.kernels.decode import Tuning, stored_attention
+    from attention.kernels.decode import stored_attention
     H, n_kv_head, D, dtype, device = shape
     q = torch.randn(batch, 1, H, D, device=device, dtype=dtype).transpose(1, 2)
     stores = {name: random_stores(batch, n_kv_head, context, D, kind, dtype, device)
               for name, kind in (('int8', torch.int8), ('plain', dtype))}
-    lengths = torch.full((batch,), context, device=device)
-    # with one K/V head, consecutive keys of a row are pages without being moved
-    table = torch.arange(batch * context // PAGE, device=device, dtype=torch.int32)
 
-    def kernel(pages=False, **how):
-        if not pages:
-            return lambda store: stored_attention(q, *store.tensors, tuning=Tuning(**how))
-        return lambda store: stored_attention(
-            q, *(x.view(-1, 1, PAGE, *x.shape[3:]) for x in store.tensors), kv_lens=lengths,
-            table=table.view(batch, -1), tuning=Tuning(**how))
+    def kernel(store):
+        return stored_attention(q, *store.tensors)
 
     def whole_heads(attend, q=q):
         return lambda store: attend(q, *store.tensors[:2], enable_gqa=q.size(1) != n_kv_head)
 
     folded = q.reshape(batch, n_kv_head, -1, D)
-    sides = {'kernel, int8': (kernel(), 'int8'),
-             'kernel': (kernel(), 'plain'),
+    sides = {'kernel, int8': (kernel, 'int8'),
+             'kernel': (kernel, 'plain'),
              'SDPA': (whole_heads(F.scaled_dot_product_attention), 'plain'),
              'SDPA, heads folded': (whole_heads(F.scaled_dot_product_attention, folded), 'plain')}
     if device.type == 'cuda':
         from torch.nn.attention.flex_attention import flex_attention
         sides['FlexAttention'] = whole_heads(torch.compile(flex_attention, dynamic=False)), 'plain'
-    layouts = [(False, how) for how in TUNINGS]
-    if n_kv_head == 1 and context % PAGE == 0:
-        layouts += [(True, how) for how in ({}, *TUNINGS)]
-    for kind, (pages, how) in itertools.product(stores, layouts if tune else ()):
-        words = ['pages'] * pages + [f'{key}={value}' for key, value in how.items()]
-        sides[f"{kind}, {' '.join(words)}"] = kernel(pages, **how), kind
     return {'context': context, 'batch': batch, 'sides': {
         name: attempt(attend, device, q, stores[kind], device_rates)
         for name, (attend, kind) in sides.items()}}
@@ -160,7 +137,7 @@ def attempt(attend, device, q, stores, device_rates) -> dict:
         with torch.inference_mode():
             error = decode_error(attend(store), q, store)
             ms = milliseconds_a_call([partial(attend, each) for each in stores], device)
-    except Exception as e:  # a layout that does not fit must not end the run
+    except Exception as e:  # one way that fails must not end the run
         return {'failed': f'{type(e).__name__}: {str(e)[:200]}'.partition('\n')[0]}
     rate = store.nbytes / ms['median'] * 1000
     return {'ms': ms, 'bytes': store.nbytes, 'bytes_per_second': rate,

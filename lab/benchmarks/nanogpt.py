@@ -17,8 +17,9 @@ def check_vanilla(config: GPTConfig) -> None:
                         f"vanilla GPT-2, without {', '.join(wrong)}")
 
 
-def nanogpt_module(folder: str):
-    """Return the module model.py of nanoGPT's checkout. UserError: if there is none."""
+def nanogpt(ours, folder: str):
+    """Return nanoGPT's own GPT, from the checkout in `folder`, with our weights, in eval mode.
+    UserError: if there is no checkout."""
     path = Path(folder) / 'model.py'
     if not folder or not path.is_file():
         raise UserError(f"nanogpt={folder!r}: against='nanogpt' needs the folder of a nanoGPT "
@@ -27,12 +28,6 @@ def nanogpt_module(folder: str):
     module = importlib.util.module_from_spec(spec)
     sys.modules['nanogpt_model'] = module  # needed by dataclasses
     spec.loader.exec_module(module)
-    return module
-
-
-def nanogpt(ours, folder: str):
-    """Return nanoGPT's own GPT, from the checkout in `folder`, with our weights, in eval mode."""
-    module = nanogpt_module(folder)
     with contextlib.redirect_stdout(sys.stderr):  # it prints its size
         fields = {name: getattr(ours.config, name) for name in NANOGPT_FIELDS}
         model = module.GPT(module.GPTConfig(**fields))

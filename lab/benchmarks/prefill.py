@@ -47,6 +47,6 @@ def run(s, data_root: Path) -> dict:
         sides = {name: {'batch': batch, **clock.metrics(seconds, 'ttft_ms', batch * context),
                         'kv_bytes': rounds[name].cache.nbytes} for name, seconds in times.items()}
         cells.append({'context': context, 'sides': sides,
-                      'ratios': {'ttft': clock.ratios(times)}})
+                      'ratios': {'ttft': clock.faster(sides)}})
         del rounds  # so that only the caches of one cell are in memory
     return setting.facts(s, models) | {'prefill_chunk': s.prefill_chunk, 'cells': cells}

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import torch
 
-from lab.benchmarks import clock
-from lab.benchmarks.steps import TrainingSteps, training_models
+from config.errors import UserError
+from lab.benchmarks import clock, setting
+from lab.benchmarks.train import TrainingSteps
+from training import native
 from training.loss import linear_cross_entropy
 from training.memory import measure as measure_memory
 from training.recompute import Recompute, set_recompute
@@ -18,11 +20,23 @@ WHOLE = 'whole logits'
 
 
 def run(s, data_root: Path) -> dict:
-    """The document with all cells."""
+    """The document with all cells. UserError: if settings have no meaning for timing training."""
+    if s.weight_dtype != 'auto':
+        raise UserError(f'weight_dtype={s.weight_dtype!r}: has no meaning in mode={s.mode!r}')
+    if setting.compiles(s):
+        raise UserError(f'compile=True: mode={s.mode!r} times uncompiled steps; '
+                        "mode='train' compiles them")
     names = list(dict.fromkeys(['none', *s.policies.split(',')]))  # the baseline is always measured
     for name in names:
         Recompute.parse(name, s.n_layer)
-    shapes, models, dtype, document = training_models(s, data_root)
+    shapes, config = setting.begin(s, data_root)
+    torch.set_float32_matmul_precision('high')  # as in train.py
+    models = setting.compared(config, max(shapes)[0], s, torch.float32)
+    device = models['ours'].device
+    dtype = native.training_dtype(s, device)
+    if native.wanted(s, device):
+        for model in models.values():
+            native.speed_up(model)
     cells = []
     for context, batch in shapes:
         for name, model in models.items():
@@ -31,7 +45,8 @@ def run(s, data_root: Path) -> dict:
             found = measure(steps, [*names, WHOLE], s.repeats, title)
             cells.append({'model': name, 'context': context} | found)
             del steps  # and the state of its optimizer
-    return document | {'cells': cells}
+    return setting.facts(s, models) | {
+        'dtype': str(dtype).removeprefix('torch.'), 'cells': cells}
 
 
 def choose(steps: TrainingSteps, policy: str) -> TrainingSteps:
@@ -75,5 +90,4 @@ def measure(steps: TrainingSteps, names, repeats: int, title: str) -> dict:
                     'activations_saved':
                         1 - memory[name]['activations'] / memory['none']['activations']}
              for name, seconds in times.items()}
-    return {'sides': sides, 'ratios': {'step_time': clock.ratios(times, 'none')},
-            'loss_saved': 1 - memory['none']['loss_peak'] / memory[WHOLE]['loss_peak']}
+    return {'sides': sides, 'ratios': {'step_time': clock.faster(sides, 'none')}}

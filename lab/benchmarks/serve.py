@@ -13,6 +13,8 @@ import numpy as np
 import torch
 
 from config.errors import UserError, at_least
+from engine.engine import Engine
+from engine.requests.params import SamplingParams
 from engine.requests.scheduler import Scheduler
 from engine.weights.quantized import QuantizedLinear
 from lab.benchmarks import clock, setting
@@ -40,11 +42,13 @@ class Served:
 
 def through_engine(model, rows: int, max_seq_len: int, lengths, s, **options):
     """Return a function of prompts that serves them with one engine, `lengths` new tokens each."""
-    engine = setting.make_engine(model, rows, max_seq_len, s, **options)
+    chunk = {'prefill_chunk': s.prefill_chunk} if s.prefill_chunk else {}
+    engine = Engine(model, rows, max_seq_len, s.kv_dtype, captured=s.captured, **chunk, **options)
+    params = [SamplingParams(max_new_tokens=n, temperature=0) for n in lengths]
 
     def serve(prompts) -> Served:
         start = clock.now()
-        done = setting.greedy(engine, prompts, lengths)
+        done = engine.generate(prompts, params)
         return Served(clock.now() - start, [c.ttft_s for c in done], [c.tokens for c in done],
                       engine.held_peak)
     return serve
@@ -57,12 +61,10 @@ def run(s, data_root: Path) -> dict:
     model = setting.build(config, s)
     cells = []
     for context, rows in shapes:
-        asked = model, min(rows, len(lengths)), context + max(lengths), lengths, s
-        sides = {'ours': through_engine(*asked),
-                 'static engine': through_engine(*asked, scheduler=StaticScheduler)}
-        prompts = rounds_of_prompts(model, len(lengths), context, s.repeats)
-        title = f'{len(lengths)} requests, prompts of {context}'
-        results = clock.alternate(sides, s.repeats, title, prompts)
+        used = min(rows, len(lengths))
+        static = through_engine(model, used, context + max(lengths), lengths, s,
+                                scheduler=StaticScheduler)
+        prompts, results = rounds(model, {'static engine': static}, lengths, context, used, s)
         cell = measure(results, sum(lengths))
         for name, side in cell['sides'].items():
             side |= {'batch': rows, 'kv_held_bytes': max(one.kv_held for one in results[name]),
@@ -70,7 +72,7 @@ def run(s, data_root: Path) -> dict:
                                               for one in results[name])}
             if name != 'ours':
                 tokens = results['ours'][-1].tokens, results[name][-1].tokens
-                side |= same_texts(model, prompts[-1], *tokens, name)
+                side |= same_texts(model, prompts, *tokens, name)
         cells.append(cell | {'context': context})
     return setting.facts(s, {'ours': model}) | {
         'requests': s.requests, 'output_lengths': lengths, 'cells': cells}
@@ -90,52 +92,40 @@ def output_lengths(s) -> list[int]:
     return [min(int(math.exp(x)), high) for x in u]
 
 
-def rounds_of_prompts(model, n: int, context: int, repeats: int) -> list[list[list[int]]]:
-    """`n` random prompts for the warm-up round and for each timed one."""
-    return [setting.random_tokens(model, n, context).tolist() for _ in range(repeats + 1)]
+def rounds(model, others: dict, lengths, context: int, rows: int, s):
+    """Serve new random prompts in every round. others: name -> function of prompts. Returns the
+    last round's prompts, and name -> the rounds of ours and of the others."""
+    ours = through_engine(model, rows, context + max(lengths), lengths, s)
+    prompts = [setting.random_tokens(model, len(lengths), context).tolist()
+               for _ in range(s.repeats + 1)]
+    title = f'{len(lengths)} requests, prompts of {context}'
+    return prompts[-1], clock.alternate({'ours': ours} | others, s.repeats, title, prompts)
 
 
 def measure(results: dict[str, list[Served]], tokens: int) -> dict:
     """Seconds and tokens per second of each side for `tokens` tokens a round, and the ratios."""
-    seconds = {name: [served.seconds for served in runs] for name, runs in results.items()}
-    sides = {name: {'seconds': clock.summary(each),
-                    'tokens_per_second': clock.summary(tokens / x for x in each)}
-             for name, each in seconds.items()}
-    return {'sides': sides,
-            'ratios': {'tokens_per_second': clock.ratios(seconds)}}
-
-
-def noise(model, idx) -> float:
-    """With quantized weights: three times the largest difference between logits after idx (1, T) in
-    one piece and in chunks; otherwise 0. Activations are rounded to int8, and a difference in the
-    last bit of one can move others to the next value."""
-    if not any(isinstance(m, QuantizedLinear) for m in model.modules()):
-        return 0.0
-    whole, found = model(idx)[0][0, -1], []
-    for size in (16, 64):
-        cache = model.new_cache(1, idx.size(1))
-        for piece in idx.split(size, dim=1):
-            logits = model(piece, cache=cache)[0][0, -1]
-        found.append((logits - whole).abs().max().item())
-    return 3 * max(found)
+    sides = {name: clock.metrics([served.seconds for served in runs], 'seconds', tokens, scale=1)
+             for name, runs in results.items()}
+    return {'sides': sides, 'ratios': {'tokens_per_second': clock.faster(sides)}}
 
 
 @torch.inference_mode()
 def same_texts(model, prompts, ours, theirs, name) -> dict:
     """Count the requests with equal tokens. Where two texts first differ, the top two logits must
-    be within TOLERANCE, so that rounding may decide between them, or within `noise` of quantized
-    weights. In bfloat16 and float16, where rounding is coarser, texts are only counted.
+    be within TOLERANCE, so that rounding may decide between them. In bfloat16 and float16, and with
+    quantized weights, rounding is coarser, and texts are only counted.
 
     Raises:
         UserError: if texts differ by more than rounding.
     """
-    checked = model.dtype in (torch.float32, torch.float64)
+    checked = (model.dtype in (torch.float32, torch.float64) and
+               not any(isinstance(m, QuantizedLinear) for m in model.modules()))
     unequal = [n for n, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b]
     for n in unequal if checked else []:
         j = next(j for j, (a, b) in enumerate(zip(ours[n], theirs[n], strict=True)) if a != b)
         text = torch.tensor([prompts[n] + ours[n][:j]], device=model.device)
         first, second = model(text)[0][0, -1].topk(2).values.tolist()
-        if first - second > max(TOLERANCE, noise(model, text)):
+        if first - second > TOLERANCE:
             raise UserError(f'ours and {name} differ in token {j} of text {n}, where the '
                             f'likeliest token leads by {first - second:.1e}: more than rounding')
     return {'rows_equal': len(prompts) - len(unequal), 'rows': len(prompts)}

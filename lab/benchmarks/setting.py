@@ -16,10 +16,7 @@ from config.sizes import physical_memory
 from data.tokenfiles import read_meta
 from engine import native
 from engine.steps.captured import suits_capture
-from engine.engine import Engine
 from engine.weights.linear import speed_up_on_cpu
-from engine.requests.params import SamplingParams
-from engine.requests.sampler import most_likely
 from engine.weights.quantize import (
     compile_for_decode, n_parameters, quantize_weights, weight_bytes, weights_dtype)
 from model import GPT
@@ -43,7 +40,6 @@ def check_against(s) -> None:
     for name, (has_effect, where) in used.items():
         if getattr(s, name) and not has_effect:
             raise UserError(f'{name}={getattr(s, name)!r}: has an effect only {where}')
-
 
 
 def compiles(s) -> bool:
@@ -138,23 +134,6 @@ def make_cache(model, batch: int, max_seq_len: int, kv_dtype: str):
                         f'this machine has {memory / 1e9:.1f} GB: ask for fewer or shorter '
                         'sequences')
     return model.new_cache(batch, max_seq_len, kv_dtype)
-
-
-def make_engine(model, rows: int, max_seq_len: int, s, **options) -> Engine:
-    chunk = {'prefill_chunk': s.prefill_chunk} if s.prefill_chunk else {}
-    return Engine(model, rows, max_seq_len, s.kv_dtype, captured=s.captured, **chunk, **options)
-
-
-def greedy(engine: Engine, prompts, lengths) -> list:
-    """Completions of `lengths` new tokens each."""
-    params = [SamplingParams(max_new_tokens=n, temperature=0) for n in lengths]
-    return engine.generate(prompts, params)
-
-
-def one_token(model, cache, decode, tokens):
-    """Most likely next tokens (B, 1). decode: from `engine.steps.decode.fast_decode`, or None."""
-    logits = decode(tokens) if decode else model(tokens, cache=cache)[0][:, -1]
-    return most_likely(logits)[:, None]
 
 
 def random_tokens(model, batch: int, t: int) -> torch.Tensor:

@@ -7,6 +7,8 @@ nanoGPT (every query attends to every key, relative to an A100's 312 TFLOP/s); t
 counts only the visible keys (`training/flops.py`), relative to a matmul alone. nanoGPT's model has
 the same dtype; on a CPU it may be faster in another (--dtype=float32).
 """
+import contextlib
+import io
 import statistics
 from functools import partial
 from pathlib import Path
@@ -19,17 +21,59 @@ from data.tokenfiles import is_prepared
 from lab.benchmarks import clock
 from lab.benchmarks.nanogpt import check_vanilla, nanogpt
 from lab.benchmarks.setting import model_config, run_facts
-from lab.benchmarks.steps import TrainingSteps
 from model import GPT
 from training import native
 from training.batches import TokenBatches
-from training.device import describe_attention, keep_freed_memory, pick_device
+from training.device import autocast, describe_attention, keep_freed_memory, pick_device
 from training.flops import achieved
 from training.loss import linear_cross_entropy
 from training.run import prepare
+from training.update import GuardedUpdate, propagate_nonfinite
 
 BURN_IN, TIMED, IN_TURN = 10, 20, 4
 TRACES = Path('bench_log')  # in the working directory
+GRAD_CLIP = 1.0  # train.py's default
+
+
+class TrainingSteps:
+    """A model, its optimizer and its batches. Callable that runs a step (forward, backward, clipped
+    gradients, update) and returns its seconds; `losses` has the loss of each step.
+
+    next_batch: function that returns (x, y); None: one fixed random batch.
+    """
+
+    def __init__(self, model, batch: int, context: int, dtype: torch.dtype, next_batch=None,
+                 compiled: bool = False):
+        self.model = model.train()
+        self.device = next(model.parameters()).device  # nanoGPT's model does not tell it
+        self.forward = torch.compile(model) if compiled else model
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints its size
+            self.optimizer = model.configure_optimizers(1e-2, 1e-4, (0.9, 0.95),
+                                                        self.device.type)
+        if next_batch is None:
+            x, y = torch.randint(model.config.vocab_size, (2, batch, context), device=self.device)
+            next_batch = lambda: (x, y)
+        self.next_batch = next_batch
+        self.batch, self.losses = next_batch(), []  # (B, T) each
+        self.autocast = autocast(self.device, dtype)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=dtype == torch.float16)
+        self.update = GuardedUpdate(self.optimizer, self.scaler, GRAD_CLIP, self.device)
+
+    def __call__(self) -> float:
+        return clock.seconds(self.device, self.step)
+
+    def step(self) -> None:
+        loss = self.backward()
+        self.update(len(self.losses), loss)
+        self.losses.append(loss.item())
+
+    def backward(self) -> torch.Tensor:
+        """Forward and backward; the gradients stay in the parameters. Returns the loss."""
+        with self.autocast:
+            loss = propagate_nonfinite(self.forward(*self.batch)[1])
+        self.batch = self.next_batch()  # fetched while the device is busy
+        self.scaler.scale(loss).backward()
+        return loss.detach()
 
 
 def training_steps(s, data_root: Path, theirs: bool = False) -> TrainingSteps:

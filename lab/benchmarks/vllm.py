@@ -75,10 +75,7 @@ def run(s, data_root: Path) -> dict:
 
 def served(model, theirs, lengths, context: int, rows: int, s) -> list[dict]:
     """The cell of mode serve."""
-    prompts = serve.rounds_of_prompts(model, len(lengths), context, s.repeats)
-    ours = serve.through_engine(model, rows, context + max(lengths), lengths, s)
-    found = clock.alternate({'ours': ours, 'vllm': theirs}, s.repeats,
-                            f'{len(lengths)} requests, prompts of {context}', prompts)
+    _, found = serve.rounds(model, {'vllm': theirs}, lengths, context, rows, s)
     return [serve.measure(found, sum(lengths)) | {'context': context, 'rows': rows}]
 
 

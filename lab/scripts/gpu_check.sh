@@ -5,7 +5,7 @@
 #   lab/scripts/gpu_check.sh --part=smoke    does it run at all: six tests (2 minutes); mend, repeat
 #   lab/scripts/gpu_check.sh --part=exact    the tests marked gpu, 8 processes at a time
 #   lab/scripts/gpu_check.sh --part=speed    decoding, the engine, a training step, profiles
-#   lab/scripts/gpu_check.sh --part=tune     layouts of the decode kernel, Linear layers of few rows
+#   lab/scripts/gpu_check.sh --part=tune     Linear layers of few rows, memcheck
 #   lab/scripts/gpu_check.sh --part=train    training at T=1,024, by backend and batch
 #   --part=sizes, programs, recompute, ladder    for further visits
 #
@@ -132,9 +132,7 @@ run_part() {
       train profile-train --batch_size=32 --profile=True
       full kernels 120 --mode=kernels --window_size=512 --batch_sizes=1,64 --contexts=1024,8192 ;;
     tune)
-      full layouts-b1-b64 280 --mode=kernels --tune=True --batch_sizes=1,64 --contexts=8192
       times linears linears
-      full layouts-b16-b256 200 --mode=kernels --tune=True --batch_sizes=16,256 --contexts=8192
       if command -v compute-sanitizer > /dev/null; then
         step memcheck 200 compute-sanitizer --tool memcheck --error-exitcode 1 "$python" -m pytest \
           -m gpu tests/attention/kernels -k 'any_head_dim or different_lengths or what_torch_does'

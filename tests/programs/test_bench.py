@@ -184,4 +184,4 @@ def test_policies_side_by_side(capsys, monkeypatch):
         assert side['activations_saved'] == pytest.approx(1 - held[name] / held['none'])
         assert side['gradient_difference'] < 1e-6 and len(side['step_ms']['each']) == 5
     peaks = [sides[name]['memory']['loss_peak'] for name in ('none', 'whole logits')]
-    assert 0 < cell['loss_saved'] == pytest.approx(1 - peaks[0] / peaks[1])
+    assert peaks[0] < peaks[1]

@@ -9,7 +9,6 @@ import ablate
 from config.errors import UserError
 from config.folder_lock import only_writer
 from lab.ablation.ladder import read_ladder
-from lab.ablation.report import without_curves
 from lab.ablation.results import Results
 
 LADDER = '''
@@ -62,7 +61,7 @@ def test_a_ladder_is_trained_judged_and_reported_once(ladder, capsys, monkeypatc
     written = (folder / 'report.md').read_text()
     assert '![' not in written and not list(folder.glob('*.png'))  # a table tells it all
     assert '| + MQA |' in written and 'python train.py config/train_recall.py' in written
-    assert json.loads((folder / 'results.json').read_text()) == without_curves(summary)
+    assert json.loads((folder / 'results.json').read_text()) == summary
 
     before = (folder / 'runs.jsonl').read_text()
     assert before.startswith('{"base":') and before.count('\n') == 4

@@ -40,6 +40,3 @@ def test_facts_are_the_most_up_to_which_all_numbers_are_recalled(oracle):
         assert found['kv_bytes'] == model.plan.nbytes(1, 60, 'int8')
         assert found['bytes_per_fact'] == (found['kv_bytes'] / facts if facts else None)
     assert found['local_reach'] == 2 * 3
-    oracle(lambda n, distance: (distance >= 32) & (n > 0))
-    found = looking.lookup(model, 'float32', TASK, rows=16)
-    assert found['by_distance'] == {8: 1.0, 16: 1.0, 32: 0.0}

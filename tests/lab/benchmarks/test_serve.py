@@ -1,5 +1,6 @@
 """bench.py --mode=serve: random lengths, the same requests on both sides, and errors."""
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig
+from engine.weights.quantize import quantize_weights
 from lab.benchmarks import clock, serve
-from tests.helpers.models import FULL_STACK, random_model
+from tests.helpers.models import FULL_STACK, VOCAB, random_model, tokens
 
 SETTINGS = SimpleNamespace(kv_dtype='auto', prefill_chunk=0, repeats=5, captured=True)
 
@@ -40,3 +42,25 @@ def test_all_sides_give_each_request_its_tokens():
             assert all(0 < first <= one.seconds for first in one.firsts) and one.kv_held > 0
     texts = served[0].tokens
     assert serve.same_texts(model, prompts, texts, texts, 'x') == {'rows_equal': 7, 'rows': 7}
+
+
+def test_texts_may_differ_where_rounding_decides_and_nowhere_else():
+    model = random_model(GPTConfig(n_layer=2, n_head=2, n_embd=12, block_size=32,
+                                   vocab_size=VOCAB), torch.float32)
+    prompt = tokens(1, 4)[0].tolist()
+    [ours] = serve.through_engine(model, 1, 7, [3], SETTINGS)([prompt]).tokens
+    unseen = next(t for t in range(VOCAB) if t not in prompt + ours)
+    same = partial(serve.same_texts, model, [prompt], [ours], [[ours[0], unseen, unseen]], 'vllm')
+    with pytest.raises(UserError, match='vllm differ in token 1 of text 0'):
+        same()
+    with torch.no_grad():  # now the two tokens are equally likely everywhere
+        model.lm_head.weight[unseen] = model.lm_head.weight[ours[1]]
+    assert same() == {'rows_equal': 0, 'rows': 1}
+    with torch.no_grad():
+        model.lm_head.weight[unseen] *= 0.9
+    with pytest.raises(UserError, match='more than rounding'):
+        same()
+    model.bfloat16()
+    assert same()['rows_equal'] == 0  # only counted
+    quantize_weights(model.float(), 'int8')
+    assert same()['rows_equal'] == 0

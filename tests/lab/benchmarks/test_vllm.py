@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 import bench
-from lab.benchmarks import setting, table
+from engine.engine import Engine
+from lab.benchmarks import table
 from tests.programs.support import flags
 
 FLAGS = dict(n_layer=6, n_head=2, n_embd=64, block_size=256, pos_embedding='rope', dataset='none',
@@ -33,9 +34,9 @@ def run(monkeypatch, capsys):
 
     module = SimpleNamespace(LLM=LLM, SamplingParams=SimpleNamespace, __version__='0')
     monkeypatch.setitem(sys.modules, 'vllm', module)
-    plain = setting.greedy
-    monkeypatch.setattr(setting, 'greedy', lambda engine, prompts, lengths: (
-        ours.append(prompts), plain(engine, prompts, lengths))[1])
+    plain = Engine.generate
+    monkeypatch.setattr(Engine, 'generate', lambda engine, prompts, params: (
+        ours.append(prompts), plain(engine, prompts, params))[1])
 
     def call(**settings):
         bench.main(flags(FLAGS | settings | dict(json=True)))
