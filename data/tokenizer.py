@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from config.errors import UserError
-from data.bpe import learned_encoding
-from data.gpt2_bpe import END_OF_TEXT, encode_text, gpt2_encoding
+from data.bpe import END_OF_TEXT, encode_text, gpt2_encoding, learned_encoding
 from data.tokenfiles import TokenSplit
 
 BLOCK = 1 << 20  # tokens counted at a time

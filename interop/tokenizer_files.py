@@ -2,8 +2,7 @@
 from pathlib import Path
 
 from config.errors import UserError
-from data.bpe import byte_letters, check_ids, learned_encoding
-from data.gpt2_bpe import END_OF_TEXT
+from data.bpe import END_OF_TEXT, byte_letters, check_ids, learned_encoding
 from data.tokenizer import BPETokenizer, CharTokenizer
 from interop.huggingface import read_json
 

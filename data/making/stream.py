@@ -18,9 +18,8 @@ import numpy as np
 from rich.progress import TimeElapsedColumn
 
 from config.errors import UserError
-from data.bpe import encode_documents
+from data.bpe import encode_documents, gpt2_encoding, valid_text
 from data.download import check_hub, progress_bar
-from data.gpt2_bpe import gpt2_encoding, valid_text
 from data.making.script import Arguments, fraction, whole
 from data.making.writer import TokenWriter
 

@@ -13,9 +13,8 @@ import numpy as np
 from rich.progress import Progress
 
 from config.errors import UserError
-from data.bpe import bpe_of
+from data.bpe import bpe_of, encode_text
 from data.download import progress_bar
-from data.gpt2_bpe import encode_text
 from data.making.writer import TokenWriter
 from data.tokenizer import alphabet_meta, char_encoder
 

@@ -16,9 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run from anyw
 
 from config.errors import UserError
 from configurator import run_program
-from data.bpe import bpe_of
+from data.bpe import bpe_of, encode_text
 from data.download import fetch
-from data.gpt2_bpe import encode_text
 from data.making.script import Arguments
 from data.making.textfiles import read_text
 from data.making.writer import write_dataset

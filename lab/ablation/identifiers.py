@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from config.errors import UserError
-from data.gpt2_bpe import END_OF_TEXT
+from data.bpe import END_OF_TEXT
 from data.tokenizer import BPETokenizer
 
 NEW = 'new'     # identifiers that the window has not had before

@@ -9,7 +9,7 @@ import pytest
 import tiktoken
 
 from config.errors import UserError
-from data import gpt2_bpe
+from data import bpe
 from data.datasets import DATA_ROOT
 
 
@@ -24,7 +24,7 @@ def offline(monkeypatch, tmp_path_factory):
     monkeypatch.setattr(urllib.request, 'urlopen',
                         refuse(urllib.error.URLError('no network in tests')))
     monkeypatch.setattr(tiktoken, 'get_encoding', refuse(ConnectionError('no network in tests')))
-    monkeypatch.setattr(gpt2_bpe, 'fetch_sdist', refuse(UserError('no network in tests')))
+    monkeypatch.setattr(bpe, 'fetch_sdist', refuse(UserError('no network in tests')))
 
 
 @pytest.fixture(scope='session')
@@ -37,9 +37,8 @@ def tiny_ranks():
 @pytest.fixture
 def tiny(tiny_ranks, monkeypatch):
     """The tiny encoding, which replaces GPT-2's in every module."""
-    encoding = gpt2_bpe.encoding_of(tiny_ranks)
-    for module in ('data.gpt2_bpe', 'data.making.stream', 'data.bpe',
-                   'data.tokenizer'):
+    encoding = bpe.encoding_of(tiny_ranks)
+    for module in ('data.making.stream', 'data.bpe', 'data.tokenizer'):
         monkeypatch.setattr(f'{module}.gpt2_encoding', lambda: encoding)
     return encoding
 

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from config.errors import UserError
-from data.bpe import learn_bpe, learned_encoding
-from data.gpt2_bpe import END_OF_TEXT, encode_text
+from data.bpe import END_OF_TEXT, encode_text, learn_bpe, learned_encoding
 from data.tokenfiles import TokenSplit, meta_problem
 from data.tokenizer import (BPETokenizer, alphabet_meta, bytes_per_token, char_encoder,
                             load_tokenizer)

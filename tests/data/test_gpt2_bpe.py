@@ -6,8 +6,8 @@ import threading
 import pytest
 import tiktoken
 
-from data import gpt2_bpe
-from data.gpt2_bpe import cache_folder, encode_text, gpt2_encoding
+from data import bpe
+from data.bpe import cache_folder, encode_text, gpt2_encoding
 from data.tokenizer import BPETokenizer
 from tests.data.support import tar_gz
 
@@ -18,8 +18,8 @@ def source(monkeypatch, tiny_ranks):
     sdist = tar_gz({'openai_whisper-1/whisper/assets/multilingual.tiktoken': b'other',
                     'openai_whisper-1/whisper/assets/gpt2.tiktoken': tiny_ranks})
     fetched = []
-    monkeypatch.setattr(gpt2_bpe, 'RANKS_SHA256', hashlib.sha256(tiny_ranks).hexdigest())
-    monkeypatch.setattr(gpt2_bpe, 'fetch_sdist', lambda *args: fetched.append(args) or sdist)
+    monkeypatch.setattr(bpe, 'RANKS_SHA256', hashlib.sha256(tiny_ranks).hexdigest())
+    monkeypatch.setattr(bpe, 'fetch_sdist', lambda *args: fetched.append(args) or sdist)
     return fetched
 
 
@@ -28,7 +28,7 @@ def test_other_source_is_fetched_once_and_cached(source, tiny_ranks, capsys):
     assert encoding.n_vocab == 261 and encoding.eot_token == 260
     assert encoding.encode_ordinary('the  the\n\n') == [ord('t'), 256, ord(' '), 258, 259]
     (requirement, sha256, _), = source
-    assert (requirement, sha256) == ('openai-whisper==20250625', gpt2_bpe.SDIST_SHA256)
+    assert (requirement, sha256) == ('openai-whisper==20250625', bpe.SDIST_SHA256)
     assert [path.read_bytes() for path in cache_folder().iterdir()] == [tiny_ranks]
     captured = capsys.readouterr()
     # stdout is reserved for samples and JSON
@@ -48,7 +48,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(source, monkeypatch, tmp
 def test_a_download_that_hangs_is_given_up(source, monkeypatch, capsys):
     hang = threading.Event()
     monkeypatch.setattr(tiktoken, 'get_encoding', lambda name: hang.wait(60))
-    monkeypatch.setattr(gpt2_bpe, 'WAIT', 0.1)
+    monkeypatch.setattr(bpe, 'WAIT', 0.1)
     assert gpt2_encoding().n_vocab == 261 and 'TimeoutError' in capsys.readouterr().err
     hang.set()
 

@@ -7,7 +7,7 @@ import zipfile
 import pytest
 
 from config.errors import UserError
-from data.gpt2_bpe import END_OF_TEXT
+from data.bpe import END_OF_TEXT
 from tests.data.support import texts_of
 
 LONG = 'x = 1\n' * 40

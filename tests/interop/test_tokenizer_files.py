@@ -4,8 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config.errors import UserError
-from data.bpe import learn_bpe, learned_encoding
-from data.gpt2_bpe import END_OF_TEXT
+from data.bpe import END_OF_TEXT, learn_bpe, learned_encoding
 from interop.tokenizer_files import byte_pairs, characters, merge_of
 
 TEXT = ('the cat that sat there thought then of other things; 1234, she\'ll say  "the"\n\n\t'

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from config.errors import UserError
-from data.gpt2_bpe import END_OF_TEXT
+from data.bpe import END_OF_TEXT
 from data.making.textfiles import find_files, pieces, split
 from data.tokenfiles import read_meta
 from tests.data.support import ids_of, texts_of
