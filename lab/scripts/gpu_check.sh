@@ -163,7 +163,7 @@ run_part() {
       step ladder 500 "$python" ablate.py config/ablate_gpu.py --folder="$out/ladder" \
         --device=cuda --pictures=False --dataset=text --identifiers=False --side_rows={} \
         --max_iters=200 --lr_decay_iters=200 --warmup_iters=20 --eval_interval=100 \
-        --eval_windows=32 --speed=True --batch_sizes=1,64 ;;
+        --eval_windows=32 ;;
   esac
 }
 
