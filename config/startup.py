@@ -4,7 +4,7 @@ A missing required package becomes a one-line error. Threads of OpenMP sleep soo
 spin for milliseconds at the end of each region, until the slowest thread has come. Where other
 programs keep that thread from running, the spinning uses up the time in which it could have run,
 and a training step takes many times as long as with one thread. The library takes 1,000 rounds
-itself where threads outnumber processors; 2,000 cost nothing on an idle machine.
+itself where threads outnumber processors. More of them help an idle machine and harm a busy one.
 """
 import os
 import sys

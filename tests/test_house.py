@@ -18,23 +18,23 @@ from lab.ablation.results import CORE
 
 ROOT = Path(__file__).resolve().parents[1]
 # Lines of the core are not limited, since a limit on lines makes lines dense.
-CORE_TOKENS = 16_288
+CORE_TOKENS = 15_660
 
 # The largest number of lines of Python in each room. A change that makes a room smaller lowers its
-# number. These are the sizes of today; the aim is 25,000 lines without tests, 22,500 of tests.
+# number. These are the sizes of today; the aim is 24,000 lines without tests, 21,500 of tests.
 BUDGETS = {
-    'train.py sample.py chat.py serve.py ablate.py bench.py': 1_024,
-    'lab/': 6_607,
-    'serving/': 1_360,
-    'interop/': 1_800,
-    'training/': 4_137,
-    'extension/': 91,
-    'engine/': 5_138,
-    'attention/': 852,  # without the core, like kv/
-    'kv/': 1_381,
-    'data/': 2_492,
-    'config/ configurator.py': 2_088,
-    'tests/': 26_379,
+    'train.py sample.py chat.py serve.py ablate.py bench.py': 953,
+    'lab/': 4_164,
+    'serving/': 1_305,
+    'interop/': 1_620,
+    'training/': 3_399,
+    'extension/': 130,
+    'engine/': 4_607,
+    'attention/': 776,  # without the core, like kv/
+    'kv/': 1_170,
+    'data/': 2_188,
+    'config/ configurator.py': 1_957,
+    'tests/': 21_646,
 }
 house = pytest.mark.house
 
