@@ -51,16 +51,62 @@ def specialised(kernel, given: dict) -> tuple[dict, dict, dict]:
     return signature, constants, attributes
 
 
+def innermost_loop(compiled) -> dict:
+    """Count accesses to global memory in the only loop of a kernel, after pipelining.
+
+    copies: asynchronous copies. loads: tensor loads that the iteration waits for. scalars:
+    scalars loaded for the same iteration. scalars_ahead: scalars loaded for the next iteration.
+    """
+    lines, found = compiled.asm['ttgir'].splitlines(), []
+    for first, line in enumerate(lines):
+        if 'scf.for' in line:
+            indent = line[:len(line) - len(line.lstrip())]
+            last = next(i for i in range(first, len(lines))
+                        if lines[i].startswith(indent + '}'))
+            found.append([line.split(' loc(')[0] for line in lines[first + 1:last]])
+    [body] = found
+    copies = [line for line in body if 'async_copy_global_to_local' in line]
+    loads = [line for line in body if ' tt.load ' in line]
+    scalars = [line.split()[0] for line in loads if 'tensor<' not in line]
+    ahead = [name for name in scalars if all('scf.yield' in line for line in uses(name, body))]
+    return {'copies': len(copies), 'loads': len(loads) - len(scalars),
+            'scalars': len(scalars) - len(ahead), 'scalars_ahead': len(ahead)}
+
+
+def uses(name: str, body: list[str]) -> list[str]:
+    """The lines that contain a value's name, except the first, which defines it."""
+    return [line for line in body if re.search(re.escape(name) + r'\b', line)][1:]
+
+
+def loop_instructions(compiled) -> int:
+    """Instructions of a warp in the longest loop, read from the binary."""
+    lines, labels, count, longest = _disassembled(compiled, 'nvdisasm', '-c'), {}, 0, 0
+    for line in lines:
+        label = re.search(r'^(\.L_\w+):', line)
+        target = re.search(r'BRA.*?(\.L_\w+)', line)
+        if label:
+            labels[label[1]] = count
+        count += bool(re.search(r'^\s*/\*[0-9a-f]+\*/\s+\S', line))
+        if target and target[1] in labels:  # a branch backwards
+            longest = max(longest, count - labels[target[1]])
+    return longest
+
+
 def resources(compiled) -> dict:
     """Resources, read from the binary. registers: per thread. spilled: bytes of stack and local
     memory per thread, used for spilled registers. shared: bytes of shared memory per program."""
-    program = os.path.join(os.path.dirname(triton.__file__), 'backends', 'nvidia', 'bin',
-                           'cuobjdump')
+    output = '\n'.join(_disassembled(compiled, 'cuobjdump', '--dump-resource-usage'))
+    found = re.search(r'REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)', output)
+    registers, stack, local = map(int, found.groups())
+    return {'registers': registers, 'spilled': stack + local, 'shared': compiled.metadata.shared}
+
+
+def _disassembled(compiled, *command) -> list[str]:
+    program, *options = command
+    path = os.path.join(os.path.dirname(triton.__file__), 'backends', 'nvidia', 'bin', program)
     with tempfile.NamedTemporaryFile(suffix='.cubin') as file:
         file.write(compiled.asm['cubin'])
         file.flush()
-        done = subprocess.run([program, '--dump-resource-usage', file.name], capture_output=True,
-                              text=True, check=True)
-    found = re.search(r'REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)', done.stdout)
-    registers, stack, local = map(int, found.groups())
-    return {'registers': registers, 'spilled': stack + local, 'shared': compiled.metadata.shared}
+        done = subprocess.run([path, *options, file.name], capture_output=True, text=True,
+                              check=True)
+    return done.stdout.splitlines()
