@@ -90,7 +90,9 @@ def assert_same_losses(a, b):
     pytest.param(VANILLA, marks=pytest.mark.slow, id='vanilla'),
     pytest.param(dict(SHORT_STACK, recompute='selective'), id='short stack, recomputed'),
     pytest.param(dict(FULL_STACK, checkpoint_blocks=True), marks=pytest.mark.slow, id='blocks'),
-    pytest.param(FULL_STACK | CHANGES['many'], marks=pytest.mark.slow, id='many mechanisms')])
+    # without rounding: a value between two steps of int8 may go either way
+    pytest.param(FULL_STACK | CHANGES['many'] | dict(kv_quant_train=''), marks=pytest.mark.slow,
+                 id='many mechanisms')])
 def test_two_processes_have_the_losses_of_one(tmp_path, data_root, config):
     """With recomputation and a chunked loss, against one process without either."""
     plain = dict(config, chunked_loss=False, recompute='none', checkpoint_blocks=False)
