@@ -78,7 +78,7 @@ def live_bytes():
     gc.collect()
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
                 for x in gc.get_objects()
-                if type(x) is torch.Tensor and x.device.type == 'cpu'}
+                if type(x) is torch.Tensor and x.device.type == 'cpu' and x.layout == torch.strided}
     return sum(storages.values())
 
 

@@ -102,7 +102,7 @@ def test_without_arguments_the_newest_run_is_taken_and_named(runs, capsys):
 def test_a_folder_is_accepted(program, runs, monkeypatch):
     asked = []
     monkeypatch.setattr(program, 'load', lambda s: asked.append(s.out_dir) or 1 / 0)
-    for argv in (['out-old'], ['--seed=1', 'out-old/'], ['--out_dir=x', 'out-old']):
+    for argv in (['out-old'], ['--seed=1', 'out-old/'], ['--out_dir=out-old', 'out-old']):
         with pytest.raises(ZeroDivisionError):
             program.main([*argv, *(['--port=0'] if program is serve else [])])
     assert [name.rstrip('/') for name in asked] == ['out-old'] * 3
