@@ -28,5 +28,5 @@ def excepthook(kind, error, trace):
 
 # the user's own choice comes first
 if 'OMP_WAIT_POLICY' not in os.environ:
-    os.environ.setdefault('GOMP_SPINCOUNT', '2000')
+    os.environ.setdefault('GOMP_SPINCOUNT', '5000')
 previous, sys.excepthook = sys.excepthook, excepthook
