@@ -30,7 +30,6 @@ from serving.worker import Worker, most_choices
 from training.checkpoint_manager import checkpoint_in
 from training.device import total_memory
 
-SLOWDOWN = 2.2  # times that others' prompts may make a step longer: see Engine
 LOOPBACK = ('127.0.0.1', '::1', 'localhost')
 
 
@@ -76,8 +75,7 @@ def make_service(s, model, tokenizer, dataset: str):
     max_seq_len = s.max_seq_len or longest_context(model.config)
     prefix_budget = parse_bytes(s.prefix_budget, 'prefix_budget') if s.prefix_budget else 0
     engine = Engine(model, s.parallel, max_seq_len, s.kv_dtype, kv_budget=budget,
-                    tokenizer=tokenizer, captured=s.captured, prefix_budget=prefix_budget,
-                    slowdown=SLOWDOWN)
+                    tokenizer=tokenizer, captured=s.captured, prefix_budget=prefix_budget)
     table = engine.cache.table
     positions = min(engine.cache.max_seq_len, table.n_pages * table.page_size)
     source, created = Path(s.init_from), time.time()

@@ -20,7 +20,6 @@ from engine.requests.flight import Flight
 from engine.requests.job import Event, Job, prompt_ids
 from engine.weights.linear import speed_up_on_cpu
 from engine.steps.native import NativeDecode
-from engine.requests.pace import Pace
 from engine.pages.cache import PAGE_SIZE, PagedKVCache
 from engine.pages.table import pages_within
 from engine.requests.params import Completion, SamplingParams, check_prompt, check_tokens
@@ -46,9 +45,6 @@ class Engine:
         page_size: positions per page.
         prefill_chunk: maximum number of prompt tokens computed in a step; 0 = 256 while rows
             decode, and otherwise 1,024: longer chunks take less time per token.
-        slowdown: lower that number so that steps with prompt tokens take about this times as
-            long as decode steps alone (`engine.requests.pace`); 0 = it stays, and chunks do not
-            depend on the speed of the device.
         prefix_budget: bytes of host memory for the prefix cache (`engine.prefix.store`); 0 = none.
         captured: on CUDA, capture decode steps as graphs and replay them (`engine.steps.captured`).
         asynchronous: schedule a step before the tokens of the last one are read, so that events
@@ -60,7 +56,7 @@ class Engine:
     def __init__(self, model, max_batch_size: int, max_seq_len: int = 0, kv_dtype: str = 'auto', *,
                  kv_budget: int = 0, page_size: int = PAGE_SIZE, prefill_chunk: int = 0,
                  prefix_budget: int = 0, tokenizer=None, captured: bool = True,
-                 asynchronous: bool | None = None, scheduler=Scheduler, slowdown: float = 0.0):
+                 asynchronous: bool | None = None, scheduler=Scheduler):
         if max_batch_size < 1 or max_seq_len < 0 or page_size < 1:
             raise UserError(f'max_batch_size={max_batch_size}, max_seq_len={max_seq_len}, '
                             f'page_size={page_size}: must be at least 1')
@@ -75,15 +71,13 @@ class Engine:
         self.prefix = PrefixStore(self.cache, prefix_budget) if prefix_budget else None
         alone = prefill_chunk or PREFILL_ALONE
         prefill_chunk = prefill_chunk or PREFILL_CHUNK
-        self.pace = Pace(prefill_chunk, slowdown) if slowdown else None
-        self.scheduler = scheduler(self.cache, prefill_chunk, self.prefix, self.pace, alone)
+        self.scheduler = scheduler(self.cache, prefill_chunk, self.prefix, alone)
         speed_up_on_cpu(model)
         self.fast_decode = fast_decode(model, self.cache, captured)
         self.cache.chunks_in_cpp = isinstance(self.fast_decode, NativeDecode)
         captures = isinstance(self.fast_decode, CapturedDecode)
         self.asynchronous = captures if asynchronous is None else asynchronous
         self._flight: Flight | None = None           # sampled tokens that were not read yet
-        self._read_at = 0.0                          # when the last ones were
         self.jobs: dict[int, Job] = {}              # unfinished requests, by number
         self.watched: dict[int, RowView | None] = {}  # of these requests, the newest `view`
         self._events: list[Event] = []               # to be returned by this step or the next
@@ -199,17 +193,7 @@ class Engine:
                 self._land()  # a request that starts again must know its tokens
             work = self.scheduler.schedule()
             self.held_peak = max(self.held_peak, self.cache.held_nbytes)
-            decoding = [(request, 1) for request in work.decode]
-            prompts = [part for chunks in work.prefill for part in chunks]
-            timed_apart = self.pace and decoding and self.pace.stale
-            if self._fits_one_pass(prompts, decoding) and not timed_apart:
-                self._mixed(prompts, decoding)
-            elif self.pace:
-                self._paced(work.prefill, decoding)
-            else:
-                self._prefill(work.prefill)
-                if decoding := still_running(decoding):
-                    self._decode(decoding)
+            self._run(work.prefill, [(request, 1) for request in work.decode])
             if self._flight is before:  # this step sampled nothing
                 self._land()
         except BaseException:
@@ -219,56 +203,31 @@ class Engine:
         events, self._events = self._events, []
         return events
 
-    def _fits_one_pass(self, prompts, decoding) -> bool:
-        """Whether the C++ step can compute prompts and decoding rows together, which reads the
-        weights once (Sarathi, Agrawal et al. 2023). Without such rows torch may be faster."""
-        if self.asynchronous or not prompts or not isinstance(self.fast_decode, NativeDecode):
-            return False
-        few = sum(n for _, n in prompts) <= self.fast_decode.most_tokens
-        return (few or decoding) and len({request.row for request, _ in prompts}) == len(prompts)
+    def _run(self, chunks, decoding) -> None:
+        """chunks, decoding: [(request, number of tokens)]."""
+        if self._in_cpp(chunks, decoding):
+            self._extend(chunks + decoding)
+            return
+        for parts in passes(chunks):
+            if self._in_cpp(parts, []):
+                self._extend(parts)
+            else:
+                self._forward(parts, [request.row for request, _ in parts])
+        if decoding := still_running(decoding):
+            self._decode(decoding)
 
-    def _mixed(self, prompts, decoding) -> None:
-        start = time.perf_counter()
-        self._extend(prompts + decoding)
-        if self.pace:
-            self.pace.mixed(sum(n for _, n in prompts), bool(decoding), time.perf_counter() - start)
+    def _in_cpp(self, chunks, decoding) -> bool:
+        """Whether the C++ step computes prompts and decoding rows together, which reads the weights
+        once (Sarathi, Agrawal et al. 2023). Without such rows torch may be faster."""
+        if self.asynchronous or not chunks or not isinstance(self.fast_decode, NativeDecode):
+            return False
+        return decoding or sum(n for _, n in chunks) <= self.fast_decode.most_tokens
 
     def _extend(self, parts) -> None:
         logits = self.fast_decode.extend([request.next_tokens(n) for request, n in parts],
                                          [request.row for request, _ in parts],
                                          [request.pending == n for request, n in parts])
         self._sample(parts, logits)
-
-    def _paced(self, passes, decoding) -> None:
-        """Compute prompts, then decode. What is timed runs alone: nothing stays in flight."""
-        if passes:
-            self._land()
-            start = time.perf_counter()
-            self._prefill(passes)
-            if self.model.device.type == 'cuda':
-                torch.cuda.synchronize(self.model.device)
-            n = sum(n for chunks in passes for _, n in chunks)
-            self.pace.prefilled(n, time.perf_counter() - start)
-            self._land()
-
-        start, in_flight, last_read = time.perf_counter(), self._flight, self._read_at
-        decoding = still_running(decoding)
-        if not decoding:
-            return
-        self._decode(decoding)
-        if passes:
-            self._land()
-        if passes or not self.asynchronous:
-            self.pace.decoded(time.perf_counter() - start)
-        elif in_flight:  # the step has read these tokens: it took the time since the last reading
-            self.pace.decoded(self._read_at - last_read)
-
-    def _prefill(self, passes) -> None:
-        for chunks in passes:
-            if self._fits_one_pass(chunks, []):
-                self._extend(chunks)
-            else:
-                self._forward(chunks, [request.row for request, _ in chunks])
 
     def _recover(self) -> None:
         """After a failed step: rebuild all state from the sampled tokens and the events."""
@@ -345,8 +304,7 @@ class Engine:
         """Append the tokens in flight to their requests: [(job, token, its text, logprob)]."""
         taken, flight = [], self._flight
         if flight:
-            tokens, self._read_at = flight.read(), time.perf_counter()
-            for job, token, logprob in tokens:
+            for job, token, logprob in flight.read():
                 if self.jobs.get(job.request.number) is job:  # it has not ended
                     text = job.take(token, logprob) if token >= 0 else ''
                     taken.append((job, token, text, logprob))
@@ -389,3 +347,11 @@ class Engine:
 def still_running(parts: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
     """Those whose request has not ended since they were scheduled."""
     return [(request, n) for request, n in parts if request.row >= 0]
+
+
+def passes(chunks: list[tuple[Request, int]]) -> list[list[tuple[Request, int]]]:
+    """Forward passes over these chunks: one, padded, unless most of it would be padding."""
+    padded = len(chunks) * max((n for _, n in chunks), default=0)
+    if padded <= 2 * sum(n for _, n in chunks):
+        return [chunks] if chunks else []
+    return [[chunk] for chunk in chunks]

@@ -6,7 +6,7 @@ no model.
                    r2  r6  r1  r5   when a request leaves, the last row moves into its place
 
 Each step decodes a token for every request that lacks only its last one, and prefills at most
-`prefill_chunk`, or `alone` if there are none (chunked prefill, Agrawal et al. 2023, Sarathi;
+`prefill_chunk` tokens, or `alone` if there are none (chunked prefill, Agrawal et al. 2023, Sarathi;
 iteration-level scheduling, Yu et al. 2022, Orca). When pages run out, the latest request is
 preempted, and recomputed later.
 """
@@ -70,29 +70,26 @@ class Request:
 
 @dataclass
 class Work:
-    """One step: forward passes over chunks of prompts, each [(request, tokens)], then one over all
-    of `decode`."""
-    prefill: list[list[tuple[Request, int]]]
+    """One step: chunks of prompts, at most one of each, and the requests that decode."""
+    prefill: list[tuple[Request, int]]  # (request, tokens)
     decode: list[Request]
 
 
 class Scheduler:
     """Assigns rows and pages of `cache`, a `PagedKVCache`, to requests.
 
-    prefill_chunk: maximum number of prompt tokens computed per step, including padding. alone: the
-        same while no row decodes; 0 = no difference.
+    prefill_chunk: maximum number of prompt tokens computed per step. alone: the same while no row
+        decodes; 0 = no difference.
     prefix: an `engine.prefix.store.PrefixStore` of that cache, or None.
-    pace: an `engine.requests.pace.Pace`, which lowers that number while rows decode; None = it
-        stays.
     """
 
-    def __init__(self, cache, prefill_chunk: int, prefix=None, pace=None, alone: int = 0):
+    def __init__(self, cache, prefill_chunk: int, prefix=None, alone: int = 0):
         if prefill_chunk < 1:
             raise UserError(f'prefill_chunk={prefill_chunk}: must be at least 1')
         self.cache, self.prefill_chunk, self.prefix = cache, prefill_chunk, prefix
-        self.pace, self.alone = pace, alone or prefill_chunk
+        self.alone = alone or prefill_chunk
         self.waiting, self.running = deque(), []
-        self.num_steps, self.room = 0, prefill_chunk  # room: prompt tokens of this step
+        self.num_steps = 0
 
     def check(self, n_prompt: int, max_new_tokens: int) -> None:
         """Raise UserError if a request of this size could never run."""
@@ -109,14 +106,8 @@ class Scheduler:
         """Return the work of the next step, after taking rows and pages for it."""
         self.num_steps += 1
         decode = self._reserve_decoding()
-        self.room = self.prefill_chunk if decode else self.alone
-        if self.pace and decode:
-            self.room = self.pace.room(len(self.running) - len(decode))
         self._admit()
-        work = Work(self._chunks(), decode)
-        if self.pace and decode:
-            self.pace.used(sum(n for chunks in work.prefill for _, n in chunks), self.room)
-        return work
+        return Work(self._chunks(self.prefill_chunk if decode else self.alone), decode)
 
     def may_preempt(self) -> bool:
         """Whether pages may run out in the next step."""
@@ -204,7 +195,7 @@ class Scheduler:
     def due(self, request) -> int:
         """The step in which a prompt would be complete if it was computed alone from now on. The
         earliest goes first: short prompts pass long ones, but not forever."""
-        return self.num_steps + request.pending // min(self.room, self.prefill_chunk)
+        return self.num_steps + request.pending // self.prefill_chunk
 
     def _restore(self, request, hit) -> None:
         request.last_block = self.prefix.restore(request.row, hit)
@@ -230,44 +221,20 @@ class Scheduler:
                     return True
         return False
 
-    def _chunks(self) -> list[list[tuple[Request, int]]]:
-        """Complete prompts that fit share a pass, the last one; otherwise a pass has one chunk of
-        one prompt."""
-        room, passes, together = self.room, [], []
-        saved = self.pace.saved if self.pace else 0
-        beyond = max(0, self.prefill_chunk - room)  # at most so much of it in one step
+    def _chunks(self, left: int) -> list[tuple[Request, int]]:
+        """The next chunks of prompts, `left` tokens in all. A chunk ends where later requests can
+        resume (`chunk_ends`)."""
+        chunks = []
         prefilling = (r for r in self.running if not (r.decoding or r.finishing))
         for request in sorted(prefilling, key=lambda r: (r.due, r.number)):
-            missing = request.pending - room
-            if 0 < missing <= saved:  # the prompt can end by what earlier steps left
-                more = min(missing, beyond)
-                room, saved, beyond = room + more, saved - more, beyond - more
-            if (request.num_computed_tokens or request.chunk_ends
-                    or request.pending > self.room):
-                if room == 0:
-                    break
-                chunks = self._split(request, room)
-                passes += [[(request, n)] for n in chunks]
-                room -= sum(chunks)
-            else:
-                more = padded_size([*together, request]) - padded_size(together)
-                if more > room:
-                    break
-                together.append(request)
-                room -= more
-        if together:
-            passes.append([(request, request.pending) for request in together])
-        return passes
-
-    def _split(self, request: Request, room: int) -> list[int]:
-        """Lengths of the chunks, `room` tokens at most, that a prompt computes in this step. It is
-        split at `chunk_ends`. With a pace it is one chunk, since decoding rows share its pass."""
-        start = request.num_computed_tokens
-        last = start + min(request.pending, room)
-        ends = [end for end in request.chunk_ends if start < end < last] + [last]
-        if self.pace:
-            ends = ends[:1]
-        return [b - a for a, b in itertools.pairwise([start, *ends])]
+            if left == 0:
+                break
+            start = request.num_computed_tokens
+            last = start + min(request.pending, left)
+            end = min([last, *(end for end in request.chunk_ends if end > start)])
+            chunks.append((request, end - start))
+            left -= end - start
+        return chunks
 
     def _free_row(self, request: Request, reusable: bool = True) -> None:
         row, last = request.row, self.running[-1]
@@ -285,8 +252,3 @@ class Scheduler:
             self.cache.move(last.row, row)
             last.row = row
         request.row = -1
-
-
-def padded_size(requests: list[Request]) -> int:
-    """Tokens of a pass over all pending tokens of these requests, padding included."""
-    return len(requests) * max((request.pending for request in requests), default=0)

@@ -104,50 +104,6 @@ def test_who_is_asynchronous(monkeypatch):
     assert Engine(model, 1).asynchronous and not Engine(model, 1, asynchronous=False).asynchronous
 
 
-def test_the_times_of_steps_are_those_of_the_device(monkeypatch, recorded):
-    """A device that is slow: what it samples arrives 20 ms later, unless somebody waited before."""
-    arrives, init, read = {}, Flight.__init__, Flight.read
-
-    def launched(flight, *args):
-        init(flight, *args)
-        arrives[flight] = max([time.perf_counter(), *arrives.values()]) + 0.02
-
-    def slow(flight):
-        time.sleep(max(0.0, arrives[flight] - time.perf_counter()))
-        return read(flight)
-    monkeypatch.setattr(Flight, '__init__', launched)
-    monkeypatch.setattr(Flight, 'read', slow)
-    engine = Engine(model_of('full stack'), 3, 60, asynchronous=True, slowdown=2.0, page_size=4)
-    times = recorded(engine.pace, 'decoded', lambda seconds: seconds)
-    engine.submit(prompt(3), SamplingParams(40, seed=0))
-    for _ in range(6):
-        engine.step()
-        time.sleep(0.005)  # other work of the host
-    for n in (40, 9, 2):
-        engine.submit(prompt(n), SamplingParams(9, seed=1))
-        engine.step()
-    while engine.n_unfinished:
-        engine.step()
-    assert len(times) > 30 and min(times) >= 0.019
-
-
-def test_a_step_with_prompts_is_timed_alone(recorded):
-    """Nothing is in flight when it begins; its tokens are read at its end."""
-    entries = []
-    engine = Engine(model_of('full stack'), 3, 60, asynchronous=True, slowdown=2.0)
-    recorded(Flight, 'read', lambda flight: entries.append('read'))
-    recorded(Engine, '_forward', lambda *args: entries.append('forward'))
-    recorded(engine.pace, 'prefilled', lambda *args: entries.append('prefilled'))
-    for n in (3, 5, 7):
-        engine.submit(prompt(n), SamplingParams(9, seed=1))
-        assert sum(event.index == engine._submitted - 1 for event in engine.step()) == 1
-        assert engine._flight is None
-        engine.step()
-        assert engine._flight
-    ends = [k for k, entry in enumerate(entries) if entry == 'prefilled']
-    assert len(ends) == 3 and all(entries[k - 1] == 'forward' for k in ends)
-
-
 @pytest.mark.parametrize('kv_dtype', ['float32', 'int8'])
 def test_decode_steps_wait_for_the_device_once(everywhere, log, waits, kv_dtype):
     """For the tokens of the step before, also when requests end and rows move."""

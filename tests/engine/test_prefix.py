@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from engine.engine import Engine
-from engine.requests.pace import Pace
 from engine.requests.params import SamplingParams
 from tests.helpers.serving import (
     KINDS, TOKENIZER, alone, assert_idle, assert_same, budget_for, model_of, prompt)
@@ -35,15 +34,11 @@ def conversation(random, said, turn):
     *((kind, *memory, '') for kind in KINDS for memory in (
         ('float64', 10 ** 9, 0), ('int8', 9_000, 24))),
     *((kind, 'int4', 20_000, 24, '') for kind in ('key offset', 'K = V', 'latents')),
-    *((kind, 'float64', 10 ** 9, 24, 'asynchronous') for kind in (*KINDS, 'key offset')),
-    *((kind, 'float64', 10 ** 6, 0, 'paced') for kind in ('full stack', 'vanilla'))])
-def test_conversations_get_what_they_get_without_it(kind, kv_dtype, budget, n_pages, how,
-                                                    monkeypatch):
+    *((kind, 'float64', 10 ** 9, 24, 'asynchronous') for kind in (*KINDS, 'key offset'))])
+def test_conversations_get_what_they_get_without_it(kind, kv_dtype, budget, n_pages, how):
     """Three at a time, also with little memory; computed in float64, to exclude rounding. If a stop
     token ends an asynchronous reply, the row has computed one token more than the reply has."""
-    monkeypatch.setattr(Pace, 'room', lambda self, *rows: draw.randint(1, self.most))
-    engine = engine_of(kind, budget, n_pages, kv_dtype=kv_dtype, asynchronous=how == 'asynchronous',
-                       slowdown=2.0 if how == 'paced' else 0.0)
+    engine = engine_of(kind, budget, n_pages, kv_dtype=kv_dtype, asynchronous=how == 'asynchronous')
     stops = (3, 8, 11, 13) if how == 'asynchronous' else ()
     draw, said = random.Random(kind), [prompt(5, seed=1)]
     for turn in range(6):
@@ -133,12 +128,9 @@ def test_pages_that_only_the_store_has_are_free_for_all():
     assert_idle(engine)
 
 
-@pytest.mark.parametrize('slowdown', [0.0, 2.0])
-def test_a_prompt_beside_others_can_be_edited_anywhere(slowdown, monkeypatch):
-    """Although other requests, and the pace, leave odd numbers of tokens to its chunks."""
-    draw = random.Random(1)
-    monkeypatch.setattr(Pace, 'room', lambda self, decoding, prompts: draw.randint(1, self.most))
-    engine = engine_of('unshared', slowdown=slowdown)
+def test_a_prompt_beside_others_can_be_edited_anywhere():
+    """Although other requests leave odd numbers of tokens to its chunks."""
+    engine = engine_of('unshared')
     odd, ids = prompt(7, seed=1), prompt(50)
     engine.generate([odd, ids], SamplingParams(1, seed=0))
     for n in range(1, 50):

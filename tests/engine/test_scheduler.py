@@ -42,8 +42,7 @@ class Simulation:
 
     def step(self):
         work = self.scheduler.schedule()
-        for chunk in work.prefill:
-            self.feed(chunk)
+        self.feed(work.prefill)
         self.feed([(r, 1) for r in work.decode])
         return work
 
@@ -124,11 +123,10 @@ class Requests(RuleBasedStateMachine):
         # one token for each decoding request, whatever is prefilled in the same step
         assert {r.number for r in work.decode} == {r.number for r in decoding if r not in preempted}
         assert all(len(r.tokens) >= before[r] + 1 for r in work.decode)
-        # prefill: at most a chunk, padding included, in the order of arrival
-        passes = [[n for _, n in chunk] for chunk in work.prefill]
-        assert all(min(ns) >= 1 for ns in passes)
-        assert sum(max(ns) * len(ns) for ns in passes) <= s.scheduler.prefill_chunk
-        taken = [r for chunk in work.prefill for r, _ in chunk]
+        # prefill: at most a chunk, in the order of arrival
+        assert all(n >= 1 for _, n in work.prefill)
+        assert sum(n for _, n in work.prefill) <= s.scheduler.prefill_chunk
+        taken = [r for r, _ in work.prefill]
         assert len(set(taken + work.decode)) == len(taken + work.decode)
         left_out = [r.number for r in s.scheduler.running if r not in taken and not r.decoding]
         assert max((r.number for r in taken), default=-1) < min(left_out, default=10 ** 9)
@@ -164,11 +162,6 @@ class Requests(RuleBasedStateMachine):
 
 TestRequests = Requests.TestCase
 TestRequests.settings = settings(max_examples=150, stateful_step_count=30)
-
-
-def shape(work):
-    prefill = [[(r.number, n) for r, n in chunk] for chunk in work.prefill]
-    return prefill, [r.number for r in work.decode]
 
 
 @pytest.mark.parametrize('sizes, requests, n_running', [
