@@ -32,8 +32,10 @@ a JSON document; `python -m lab.benchmarks.table` makes a page from saved docume
 """
 import importlib
 import json
+from dataclasses import dataclass
 
 import configurator
+from config.schema import Attention, Device, Json, KVDtype, Model, Seed, Weights, key
 from data.datasets import DATA_ROOT
 from lab.benchmarks.setting import check_against, check_target
 from lab.benchmarks.table import TABLES, show
@@ -41,8 +43,50 @@ from lab.files import write_json
 from training.device import check_seed
 
 
+@dataclass(frozen=True)
+class Settings(KVDtype, Seed, Device, Attention, Weights, Json, Model):
+    mode: str = key(
+        'train', "what to time: 'train' (whole steps), 'decode' (tokens from a filled cache), "
+        "'prefill' (time to first token), 'serve' (continuous against static batching), "
+        "'recompute' (training steps by policy), 'kernels' (attention and K/V write, CUDA)",
+        ('train', 'decode', 'prefill', 'serve', 'recompute', 'kernels'))
+    against: str = key(
+        '', "baseline, timed interleaved: 'vanilla' (GPT-2's KV cache, our code; decode, prefill, "
+        "recompute); in mode decode also 'vanilla_float32', 'float32_kv' (same model, float32 "
+        "cache); in train 'nanogpt'; in prefill 'untrimmed' (all tokens in all layers); in "
+        "prefill and serve 'vllm'",
+        ('', 'vanilla', 'vanilla_float32', 'float32_kv', 'untrimmed', 'nanogpt', 'vllm'))
+    batch_sizes: str = key('1', "all modes but train: batch sizes, as '1,4,16'")
+    contexts: str = key(
+        '512', "all modes but train: tokens in the cache, as '1024,4096'; tokens of the prompt in "
+        'prefill and serve; of the sequence in recompute or with a budget')
+    steps: int = key(16, 'mode decode: tokens timed in a round')
+    repeats: int = key(
+        5, 'all modes but train and kernels: timed rounds, at least 5, after a warm-up')
+    prefill_chunk: int = key(
+        0, "mode prefill: tokens per chunk; 0 = one chunk (serve: the engine's)")
+    requests: int = key(64, 'mode serve: number of requests')
+    message: int = key(20, 'prefill against vllm: tokens of the timed message')
+    output_lengths: str = key(
+        '16,256', 'mode serve: shortest and longest output (log-uniform)')
+    budget: str = key('', "mode decode: KV memory to fill, as '1GB'; replaces batch_sizes")
+    policies: str = key('none,selective,mlp,block,sqrt', 'mode recompute: policies to compare')
+    chunked_loss: bool = key(True, 'mode train (not against nanoGPT): loss in chunks')
+    nanogpt: str = key('', 'with against=nanogpt: folder of a nanoGPT checkout')
+    save: str = key('', 'also write the JSON document to this file')
+    batch_size: int = key(12, 'mode train: sequences in a step')
+    real_data: bool = key(
+        True, 'mode train: windows of the data set; False = one fixed random batch')
+    dataset: str = key(
+        'openwebtext', 'folder under data/ of the tokens and vocabulary (50304 if absent)')
+    compile: bool = key(
+        True, 'torch.compile the model (mode train) or its MLPs (others, only if given)')
+    profile: bool = key(
+        False, 'mode train: write a profiler trace to bench_log/ instead of timing')
+
+
 def main(argv=None):
-    s = configurator.parse('bench', argv, usage=__doc__)
+    s = configurator.parse(Settings, argv, usage=__doc__)
     check_seed(s.seed)
     check_against(s)
     check_target(s.save)  # before minutes of measuring

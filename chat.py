@@ -20,18 +20,29 @@ Ctrl-C ends a reply. The conversation is saved after every turn, and continued n
 """
 import io
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
 import configurator
 from config.errors import UserError
+from config.schema import KVDtype, Running, Sampling, Talking, key
 from config.sizes import nice_bytes, parse_bytes
 from config.terminal import visible
-from engine.text.dialogue import Dialogue, Template, longest_context, name_speakers
+from engine.text.dialogue import Dialogue, Template, longest_context, speakers
 from engine.engine import Engine
 from engine.requests.params import SamplingParams, encodable, sample_seed
-from interop.load import load
+from interop.load import load, with_newest_run
+
+
+@dataclass(frozen=True)
+class Settings(Talking, Sampling, KVDtype, Running):
+    history: str = key('', "file of the conversation; '' = chat.json in out_dir")
+    max_new_tokens: int = key(300, 'longest reply, in tokens; at most half of max_seq_len')
+    max_seq_len: int = key(
+        0, 'tokens of conversation to keep, dropping the oldest turns; 0 = block_size, or up to '
+        '32 times that (at most 8,192) with RoPE and local layers')
+    prefix_budget: str = key('256MB', 'host memory for the K/V of earlier turns')
 
 
 class Chat:
@@ -191,11 +202,11 @@ def talk(chat) -> None:
 
 
 def main(argv=None):
-    s = configurator.parse('chat', argv, usage=__doc__)
-    for name in ('user', 'reply_as', 'turn'):  # bytes that are not UTF-8
-        setattr(s, name, encodable(getattr(s, name)))
+    s = with_newest_run(configurator.parse(Settings, argv, usage=__doc__))
     model, tokenizer, dataset = load(s)
-    name_speakers(s, dataset)
+    user, reply_as = speakers(s, dataset)
+    # bytes that are not UTF-8 can come from the command line
+    s = replace(s, user=encodable(user), reply_as=encodable(reply_as), turn=encodable(s.turn))
     chat = Chat(s, model, tokenizer)
     if chat.path.is_file():
         chat.dialogue.load(chat.path)

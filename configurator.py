@@ -5,7 +5,10 @@ file: Python assignments that may use earlier settings (`lr_decay_iters = max_it
 Unknown keys are errors, even in files, where nanoGPT ignores them; the message suggests a key.
 """
 import ast
+import dataclasses
 import difflib
+import functools
+import inspect
 import json
 import math
 import numbers
@@ -18,49 +21,70 @@ import time
 import traceback
 import warnings
 from collections import deque
+from dataclasses import Field
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
+from config import schema
 from config import startup  # noqa: F401  programs import this or `startup` before packages
 from config.errors import UserError
 from config.files import use_own_compiler_cache
 from config.removed import removed
-from config.schema import ALL_KEYS, PROGRAMS, Key
+from config.schema import COMMAND_LINE, Base, Source
 from config.terminal import visible
 
 ROOT = Path(__file__).resolve().parent
+# each has a class Settings
+PROGRAMS = ('train.py', 'sample.py', 'chat.py', 'serve.py', 'bench.py', 'kv/__main__.py',
+            'interop/evaluate.py', 'training/memory.py', 'lab/conform.py', 'lab/ablation/ladder.py')
 TYPES = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'text',
          dict: "a dict, as {'name': value}"}
-COMMAND_LINE = 'command line'
 
 
-class Settings(SimpleNamespace):
-    """One attribute per key. `given`: for each key set by a flag or file, COMMAND_LINE or the name
-    of the file, whichever was last; not in `vars()`."""
-    __slots__ = ('given',)
-
-    def asked(self, name: str) -> str:
-        """Return a given key and its value as the user wrote them, for messages."""
-        value, source = getattr(self, name), self.given[name]
-        return f'--{name}={value}' if source == COMMAND_LINE else f'{name}={value!r} in {source}'
+def keys_of(settings: type[Base]) -> dict[str, Field]:
+    """{name: field}, those of the program's own class first."""
+    fields = {f.name: f for f in dataclasses.fields(settings) if f.name not in settings.hidden}
+    names = [name for cls in settings.__mro__ for name in inspect.get_annotations(cls)]
+    return {name: fields[name] for name in names if name in fields}
 
 
-def parse(program: str, argv: list[str] | None = None, usage: str = '',
-          echo: bool = True) -> Settings:
-    """Return the settings of `program` ('train', 'sample', ...) after config files and flags.
+@functools.cache
+def defaults_of_programs() -> dict:
+    """{name: default} of the keys of all programs. They are read in the sources, because an import
+    would take time, and packages that may be missing."""
+    shared = [cls for cls in vars(schema).values() if isinstance(cls, type)]
+    defaults = {name: default_of(field) for cls in shared if issubclass(cls, Base)
+                for name, field in keys_of(cls).items()}
+    for path in PROGRAMS:
+        tree = ast.parse((ROOT / path).read_text(encoding='utf-8'))
+        [settings] = [node for node in tree.body
+                      if isinstance(node, ast.ClassDef) and node.name == 'Settings']
+        defaults |= {node.target.id: ast.literal_eval(node.value.args[0])
+                     for node in settings.body if isinstance(node, ast.AnnAssign)
+                     and isinstance(node.value, ast.Call)}
+    return defaults
+
+
+def default_of(key: Field):
+    return key.default if key.default is not dataclasses.MISSING else key.default_factory()
+
+
+def parse(settings: type[Base], argv: list[str] | None = None, usage: str = '',
+          echo: bool = True, echo_files: bool = False) -> Base:
+    """Return the settings of a program, of its class `settings`, after config files and flags.
 
     Flags are written --key=value or --key value; --key by itself means True. With `echo`, overrides
-    are printed in nanoGPT's words (train.py, whose output is a log, prints config files too).
+    are printed in nanoGPT's words, with `echo_files` also the texts of config files.
 
     Raises UserError if a key is unknown, a value has the wrong type or is not among the choices, or
     a config file cannot be read or fails.
     """
-    keys = {key.name: key for key in PROGRAMS[program]}
-    values = {name: key.default for name, key in (ALL_KEYS | keys).items()}
+    keys, takes_run = keys_of(settings), issubclass(settings, Source)
+    values = {name: default_of(key) for name, key in keys.items()}
     given, folder, out_dirs = {}, '', set()
     args = deque(sys.argv[1:] if argv is None else argv)
     if '--help' in args or '-h' in args:
-        print(help_text(program, usage))
+        print(help_text(settings, usage))
         raise SystemExit(0)
     while args:
         arg = args.popleft()
@@ -75,20 +99,20 @@ def parse(program: str, argv: list[str] | None = None, usage: str = '',
             if echo:
                 print(f'Overriding: {name} = {value if str(value).isprintable() else repr(value)}')
         elif Path(arg).is_dir() and 'out_dir' in keys:
-            if program == 'train':
+            if not takes_run:
                 raise UserError(f'{arg!r} is a folder: to train into it use --out_dir={arg}, '
                                 'and to continue from its checkpoint also --init_from=resume')
             folder = arg
             out_dirs.add(Path(arg))
             source, changed = COMMAND_LINE, {'out_dir': arg}
         else:
-            path = _find(arg, takes_folder=program != 'train' and 'out_dir' in keys)
+            path = _find(arg, takes_run)
             try:
                 text = path.read_text(encoding='utf-8-sig')
             except (OSError, UnicodeDecodeError) as e:
                 raise UserError(f'config file {arg!r} cannot be read as UTF-8 text: {e}') from e
             if echo:
-                shown = f':\n{text}' * (program == 'train')
+                shown = f':\n{text}' if echo_files else ''
                 print(visible(f'Overriding config with {arg}{shown}'))
             source, changed = arg, _run_file(arg, path, text, values, keys)
         values.update(changed)
@@ -96,27 +120,26 @@ def parse(program: str, argv: list[str] | None = None, usage: str = '',
     if folder and len(out_dirs) > 1:
         raise UserError(f'two folders are given, {" and ".join(sorted(map(str, out_dirs)))}: '
                         'leave one out')
-    settings = Settings(**{name: values[name] for name in keys})
-    settings.given = given
-    return settings
+    return settings(given=given, **{name: values[name] for name in keys})
 
 
-def help_text(program: str, usage: str = '') -> str:
+def help_text(settings: type[Base], usage: str = '') -> str:
     """List every key with its default and description, wrapped to the terminal's width."""
     lines = [usage.strip(), '',
              'Keys (give them as --key=value, or as assignments in a config file):', '']
     indent, width = ' ' * 8, max(40, shutil.get_terminal_size().columns)
     fill = textwrap.TextWrapper(width, indent, indent, break_on_hyphens=False).fill
-    for key in PROGRAMS[program]:
-        choices = f' [{_allowed(key)}]' if key.choices else ''
-        lines += [f'  --{key.name}={key.default!r}', fill(key.meaning + choices)]
+    for name, key in keys_of(settings).items():
+        choices = f' [{_allowed(key)}]' if key.metadata['choices'] else ''
+        lines += [f'  --{name}={default_of(key)!r}', fill(key.metadata['meaning'] + choices)]
     return '\n'.join(lines)
 
 
-def coerce(key: Key, value, where: str):
+def coerce(key: Field, value, where: str):
     """Convert `value` to the type of the key's default, and check it against its choices. Floats
     accept any real number, ints also 1e4; NumPy's numbers work as well."""
-    wanted = type(key.default)
+    default, choices = default_of(key), key.metadata['choices']
+    wanted = type(default)
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         if wanted is float and abs(value) < 2 ** 1023:
             value = float(value)
@@ -125,21 +148,22 @@ def coerce(key: Key, value, where: str):
     given = f'{where}: {key.name}={value!r}'
     if type(value) is not wanted:
         raise UserError(f'{given} is {type(value).__name__}, but {key.name} takes '
-                        f'{TYPES[wanted]} (default {key.default!r})')
+                        f'{TYPES[wanted]} (default {default!r})')
     if wanted is float and not math.isfinite(value):
         raise UserError(f'{given} is not a finite number')
-    is_folder = key.folder and value and Path(value).is_dir()
-    if key.choices and value not in key.choices and not is_folder:
+    is_folder = key.metadata['folder'] and value and Path(value).is_dir()
+    if choices and value not in choices and not is_folder:
         raise UserError(removed(key.name, value) or f'{given}: allowed are {_allowed(key)}')
     return value
 
 
-def _allowed(key: Key) -> str:
-    folder = f', or a folder with {key.folder}' if key.folder else ''
-    return ', '.join(map(repr, key.choices)) + folder
+def _allowed(key: Field) -> str:
+    folder = key.metadata['folder']
+    or_folder = f', or a folder with {folder}' if folder else ''
+    return ', '.join(map(repr, key.metadata['choices'])) + or_folder
 
 
-def _flag(arg: str, rest: deque, keys: dict[str, Key]):
+def _flag(arg: str, rest: deque, keys: dict[str, Field]):
     """Return the key and value of flag `arg`. A separate value is popped from `rest`."""
     name, equals, text = arg.lstrip('-').partition('=')
     if not arg.startswith('--'):
@@ -150,8 +174,8 @@ def _flag(arg: str, rest: deque, keys: dict[str, Key]):
                         + (text or 'config/train_mqa_local.py'))
     if name not in keys:
         raise UserError(_unknown([name], keys, COMMAND_LINE))
-    key = keys[name]
-    if not equals and isinstance(key.default, bool):
+    default = default_of(keys[name])
+    if not equals and isinstance(default, bool):
         text = 'True'
         if rest and rest[0].lower() in ('true', 'false', 'yes', 'no', '0', '1'):
             text = rest.popleft()
@@ -159,15 +183,15 @@ def _flag(arg: str, rest: deque, keys: dict[str, Key]):
                 raise UserError(f'--{name} takes True or False, not {text!r}')
     elif not equals:
         if not rest or rest[0].startswith('--'):
-            raise UserError(f'--{name} needs a value, as in --{name}={key.default or "VALUE"}')
+            raise UserError(f'--{name} needs a value, as in --{name}={default or "VALUE"}')
         text = rest.popleft()
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         value = text
-    if isinstance(key.default, str) and not isinstance(value, str):
+    if isinstance(default, str) and not isinstance(value, str):
         value = text  # --start=123 is the text '123'
-    return name, coerce(key, value, COMMAND_LINE)
+    return name, coerce(keys[name], value, COMMAND_LINE)
 
 
 def _unknown(names: list[str], keys, where: str) -> str:
@@ -206,7 +230,8 @@ def _find(arg: str, takes_folder: bool) -> Path:
 def _run_file(arg, path, text, values, keys):
     """Return this program's keys as assigned in a config file, checked. Names that start with an
     underscore, imports and functions are private to the file."""
-    namespace = dict(values, __file__=str(path), __name__='config')
+    known = defaults_of_programs() | values  # config files may set keys of any program
+    namespace = dict(known, __file__=str(path), __name__='config')
     try:
         symbols = symtable.symtable(text, str(path), 'exec').get_symbols()
         _check_statements(arg, text)
@@ -223,16 +248,16 @@ def _run_file(arg, path, text, values, keys):
     imported = {name.get_name() for name in symbols if name.is_imported()}
     changed, unknown = {}, []
     for name, value in namespace.items():
-        unchanged = name in values and name not in assigned and value is values[name]
+        unchanged = name in known and name not in assigned and value is known[name]
         own = name.startswith('_') or name in imported or callable(value)
         if unchanged or own or isinstance(value, ModuleType):
             continue
-        if name not in ALL_KEYS:
+        if name not in known:
             unknown.append(name)
-        elif name in keys and not _for_another_program(keys[name], value):
+        elif name in keys and value not in keys[name].metadata.get('others', ()):
             changed[name] = coerce(keys[name], value, arg)
     if unknown:
-        raise UserError(_unknown(unknown, ALL_KEYS, arg)
+        raise UserError(_unknown(unknown, known, arg)
                         + '; start helper names with an underscore')
     return changed
 
@@ -248,13 +273,6 @@ def _check_statements(arg: str, text: str) -> None:
         if declared or (lone and not is_text):
             raise UserError(f'{arg}, line {node.lineno}: this sets nothing; a config file has '
                             'lines of Python such as max_iters = 100')
-
-
-def _for_another_program(key: Key, value) -> bool:
-    """Return whether a value is for another program: sample.py ignores init_from = 'scratch'."""
-    return isinstance(value, str) and value not in key.choices and any(
-        other.name == key.name and value in other.choices
-        for keys in PROGRAMS.values() for other in keys)
 
 
 def run_program(main) -> None:

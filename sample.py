@@ -20,6 +20,7 @@ import json
 import statistics
 import sys
 import time
+from dataclasses import dataclass, replace
 
 import torch
 from rich.console import Console
@@ -27,6 +28,7 @@ from rich.progress import track
 
 import configurator
 from config.errors import UserError, at_least
+from config.schema import Json, KVDtype, Running, Sampling, Source, key
 from config.sizes import nice_bytes, parse_bytes
 from config.terminal import visible
 from engine.steps.captured import MIN_CAPTURED
@@ -39,7 +41,7 @@ from engine.requests.stopping import SampleText, parse_stops
 from engine.text.watch import watchable, watching
 from engine.weights.quantize import weight_bytes, weights_dtype
 from generate import Generation, cache_length
-from interop.load import load
+from interop.load import load, with_newest_run
 from kv.counts import prefill_flops
 from kv.console import output
 from kv.report import account
@@ -47,6 +49,35 @@ from kv.tables import print_report
 from training.device import device_name, total_memory
 
 RULE = '-' * 15  # printed after each sample, as in nanoGPT
+
+
+@dataclass(frozen=True)
+class Settings(Source, Sampling, KVDtype, Json, Running):
+    start: str = key('\n', "prompt, or 'FILE:path' of a text file that holds it")
+    prompts: str = key('', 'file of prompts: one a line, or in a .jsonl file one JSON string or '
+                       'object ({"prompt": "To be"}) a line; answers are JSON lines on stdout')
+    num_samples: int = key(10, 'samples per prompt (with prompts: 1, if not given)')
+    parallel: int = key(
+        1, 'samples decoded in one batch (with prompts: up to 16, if not given)')
+    max_new_tokens: int = key(500, 'tokens to generate per sample')
+    stop: str = key('', 'text, or a list of texts, that ends a sample (not printed): '
+                    "\"['\\n\\n', '<|endoftext|>']\"")
+    min_p: float = key(
+        0.0, "with prompts: least probability relative to the most likely token's; 0 = any")
+    repetition_penalty: float = key(
+        1.0, 'with prompts: above 1, tokens that have occurred are less likely')
+    logprobs: int = key(
+        -1, 'with prompts: log-probability of tokens and the k most likely; -1 = none')
+    ignore_eos: bool = key(
+        False, 'with prompts: go on after <|endoftext|>, which else ends the text')
+    kv_budget: str = key('', "with prompts: KV memory, as '1GB'; '' = all rows at full length, "
+                         "but at most half of the machine's memory")
+    prefix_budget: str = key(
+        '', "with prompts: host memory for shared prefixes, as '1GB'; '' = none")
+    watch: bool = key(
+        False, "draw the KV cache in the terminal while a sample of 'start' is written")
+    watch_speed: float = key(100.0, 'with watch: tokens per second at most; 0 = no limit')
+    report: bool = key(True, 'print the KV-cache report after the samples')
 
 
 def main(argv=None):
@@ -65,16 +96,16 @@ def sample_start(s):
     params, start = sampling_params(s), read_start(s.start)
     stops = params.stop
     watch = s.watch and watchable()
-    s.parallel = 1 if watch else s.parallel
-    model, tokenizer, _ = load(s)
+    parallel = 1 if watch else s.parallel
+    model, tokenizer, _ = load(with_newest_run(s))
     generators = sample_generators(s.seed, s.num_samples, model.device)
     prompt = encode_prompt(tokenizer, *start)
     print_notes(s, model, len(prompt))
 
     batches, cache = [], None
     max_seq_len = cache_length(model, len(prompt), s.max_new_tokens)
-    for k in range(0, s.num_samples, s.parallel):
-        batch = generators[k:k + s.parallel]
+    for k in range(0, s.num_samples, parallel):
+        batch = generators[k:k + parallel]
         if cache is None or cache.batch_size != len(batch):  # the last batch may be smaller
             cache = decode = generation = None  # freed before the next one is allocated
             cache = model.new_cache(len(batch), max_seq_len, s.kv_dtype)
@@ -175,7 +206,7 @@ def sample_prompts(s, write):
     budget = parse_bytes(s.kv_budget, 'kv_budget') if s.kv_budget else 0
     prefixes = parse_bytes(s.prefix_budget, 'prefix_budget') if s.prefix_budget else 0
     params, lines = sampling_params(s), read_lines(s.prompts)
-    model, tokenizer, _ = load(s)
+    model, tokenizer, _ = load(with_newest_run(s))
     budget = budget or total_memory(model.device) // 2
     lines = fitted(model, encode_lines(tokenizer, lines), s.max_new_tokens, budget, s.kv_dtype)
     if any(0 < line.max_new_tokens < s.max_new_tokens for line in lines):
@@ -204,12 +235,12 @@ def parse(argv):
     echoed, s = io.StringIO(), None
     try:
         with contextlib.redirect_stdout(echoed):
-            s = configurator.parse('sample', argv, usage=__doc__)
+            s = configurator.parse(Settings, argv, usage=__doc__)
     finally:
         print(echoed.getvalue(), end='', file=sys.stderr if s and s.prompts else sys.stdout)
     greedy = sampling_params(s).temperature == 0
     if (s.prompts or greedy) and 'num_samples' not in s.given:
-        s.num_samples = 1  # greedy samples are all equal
+        s = replace(s, num_samples=1)  # greedy samples are all equal
     at_least(s, num_samples=1, parallel=1, watch_speed=0.0)
     for name in ('min_p', 'repetition_penalty', 'logprobs', 'ignore_eos', 'kv_budget',
                  'prefix_budget'):

@@ -15,22 +15,59 @@ import os
 import re
 import sys
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import configurator
 from config.errors import UserError, at_least
+from config.schema import KVDtype, Running, Talking, key
 from config.sizes import parse_bytes
 from engine.steps.captured import CapturedDecode
-from engine.text.dialogue import Template, longest_context, name_speakers
+from engine.text.dialogue import Template, longest_context, speakers
 from engine.engine import Engine
 from engine.steps.prepare import prepare
-from interop.load import load
+from interop.load import load, with_newest_run
 from serving.api import Service
 from serving.worker import Worker, most_choices
 from training.checkpoint_manager import checkpoint_in
 from training.device import total_memory
 
 LOOPBACK = ('127.0.0.1', '::1', 'localhost')
+
+
+@dataclass(frozen=True)
+class Settings(Talking, KVDtype, Running):
+    host: str = key(
+        '127.0.0.1', "address to listen on; '127.0.0.1' = this machine, '0.0.0.0' = any")
+    port: int = key(8000, 'port to listen on; 0 = a free one, which is printed')
+    api_key_file: str = key(
+        '', "file of API keys, one a line; '' = NANOKV_API_KEY, else none needed")
+    cors: str = key('', "origin whose web pages may use the server, as 'http://localhost:3000'; "
+                    "'*' = any; '' = none but its own")
+    model_name: str = key(
+        '', "name of the model in the API; '' = the name of the folder out_dir")
+    strict_messages: bool = key(
+        False, 'reject messages that contain the end of a turn (by default, a blank line); False '
+        '= remove their blank lines')
+    max_new_tokens: int = key(256, 'longest answer, in tokens, unless the request sets it')
+    parallel: int = key(16, 'requests that run at once')
+    max_seq_len: int = key(
+        0, 'longest prompt plus answer, in tokens; 0 = block_size, or up to 32 times that (at '
+        'most 8,192) with RoPE and local layers')
+    max_waiting: int = key(64, 'requests that may wait; further ones are rejected (429)')
+    max_body: str = key('1MB', 'largest request body')
+    timeout: float = key(300.0, 'seconds after which a request is cancelled (504)')
+    page: bool = key(
+        True, 'serve a page to chat at /, and what it shows of the KV cache at /nanokv/')
+    log_requests: bool = key(True, 'print a line for each finished request')
+    grace: float = key(10.0, 'seconds to finish running requests on Ctrl-C or SIGTERM')
+    kv_budget: str = key('', "KV memory, as '1GB'; '' = all rows at full length, but at most half "
+                         "of the machine's memory")
+    prefix_budget: str = key(
+        '256MB', "host memory for the prefix cache; '' = no prefix cache")
+    shared_prefix: bool = key(
+        False, "with API keys: requests of different keys reuse each other's prompts, and can "
+        'find out what these are')
 
 
 def check(s):
@@ -89,7 +126,7 @@ def make_service(s, model, tokenizer, dataset: str):
 
 
 def main(argv=None):
-    s = configurator.parse('serve', argv, usage=__doc__)
+    s = configurator.parse(Settings, argv, usage=__doc__)
     check(s)
     try:
         from serving.app import make_app
@@ -101,8 +138,10 @@ def main(argv=None):
         raise UserError(f"serve.py needs the package {e.name}: pip install -e '.[serve]'") from e
     keys = read_keys(s.api_key_file, os.environ)
     sock = bind(s.host, s.port)  # before anything slow
+    s = with_newest_run(s)
     model, tokenizer, dataset = load(s)
-    name_speakers(s, dataset)
+    user, reply_as = speakers(s, dataset)
+    s = replace(s, user=user, reply_as=reply_as)
     engine, service = make_service(s, model, tokenizer, dataset)
     if isinstance(engine.fast_decode, CapturedDecode):
         print(f'Preparing decode steps of 1 to {s.parallel} rows', flush=True)

@@ -15,6 +15,7 @@ from config import startup  # noqa: F401  # isort: skip  (before torch is import
 import contextlib
 import math
 import os
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,8 +24,9 @@ import torch
 import configurator
 from config.errors import UserError
 from config.folder_lock import only_writer
+from config.schema import GPT2_FOLDER, GPT2_TYPES, Attention, Device, Model, OutDir, key
 from data.datasets import DATA_ROOT
-from training.distributed import Ranks, go_on_after_restart
+from training.distributed import Ranks, resumed_after_restart
 from training.log import Pace, RunLog, check_packages, open_trackers
 from training.memory import memory_line
 from training.optim import learning_rate_at, set_learning_rate
@@ -32,29 +34,99 @@ from training.run import Run
 from training.settings import check_settings
 from training.signals import StopRequest
 
+@dataclass(frozen=True)
+class Settings(OutDir, Model, Device, Attention):
+    eval_interval: int = key(2000, 'iterations between evaluations (and checkpoints)')
+    log_interval: int = key(1, 'iterations between log lines')
+    eval_iters: int = key(200, 'batches per split in one evaluation; always the same windows')
+    eval_only: bool = key(False, 'evaluate once and stop')
+    always_save_checkpoint: bool = key(True, 'save after every evaluation, not only improved ones')
+    checkpoint_interval: int = key(
+        0, 'also save every so many iterations; 0 = at evaluations only')
+    init_from: str = key(
+        'scratch', "'scratch', 'resume' from out_dir, or GPT-2's weights to finetune",
+        ('scratch', 'resume') + GPT2_TYPES, folder=GPT2_FOLDER, others=('random',))
+    resume_from: str = key('ckpt.pt', "with init_from='resume': checkpoint in out_dir")
+    # trackers
+    wandb_log: bool = key(False, 'log to Weights & Biases')
+    wandb_project: str = key('owt', 'Weights & Biases project')
+    wandb_run_name: str = key('gpt2', 'Weights & Biases run name')
+    tensorboard_log: bool = key(False, 'log to TensorBoard, in out_dir/tensorboard')
+    # data
+    dataset: str = key('openwebtext', 'folder under data/; prepared on first use if possible')
+    recall_task: str = key(
+        'distances=3,16,47', "with dataset='recall': distances of the answers, and other fields "
+        'of data/recall/tasks.py, such as n_tokens=32')
+    lookup_task: str = key(
+        'pairs=2,4,8,16', "with dataset='lookup': numbers of facts in a sequence, and other "
+        'fields of data/recall/tasks.py, such as gap=32')
+    gradient_accumulation_steps: int = key(
+        40, 'micro-batches per iteration, over all processes')
+    batch_size: int = key(12, 'sequences in a micro-batch')
+    data_seed: int = key(
+        -1, 'seed of the batch order; -1 = seed, after initialization, as in nanoGPT')
+    data_order: str = key(
+        'random', "training windows: 'random' (with replacement, as in nanoGPT), 'sequential', "
+        "'shuffled' (each once an epoch)", ('random', 'sequential', 'shuffled'))
+    data_prefetch: int = key(2, 'batches that a thread prepares ahead; 0 = none')
+    # optimizer
+    learning_rate: float = key(6e-4, 'peak learning rate')
+    max_iters: int = key(600000, 'iterations to train')
+    optimizer: str = key('adamw', "'adamw', 'muon' (matrices of blocks; AdamW for the rest)",
+                         ('adamw', 'muon'))
+    muon_momentum: float = key(0.95, "with optimizer='muon': momentum")
+    weight_decay: float = key(1e-1, 'weight decay, on matrices only')
+    beta1: float = key(0.9, 'AdamW beta1')
+    beta2: float = key(0.95, 'AdamW beta2')
+    grad_clip: float = key(1.0, 'largest gradient norm; 0 = no clipping')
+    max_skipped: int = key(
+        20, 'stop after so many non-finite iterations in a row (each is skipped)')
+    # learning rate
+    decay_lr: bool = key(True, 'warm up and decay the learning rate')
+    lr_schedule: str = key(
+        'cosine', "'cosine', or 'wsd' (constant, then linear for cooldown_iters)",
+        ('cosine', 'wsd'))
+    cooldown_iters: int = key(
+        0, "with lr_schedule='wsd': decay iterations; 0 = lr_decay_iters / 5")
+    warmup_iters: int = key(2000, 'iterations of linear warm-up')
+    lr_decay_iters: int = key(600000, 'iteration at which min_lr is reached')
+    min_lr: float = key(6e-5, 'lowest learning rate')
+    # memory and devices
+    recompute: str = key(
+        'none', "activations to recompute in the backward pass: 'none', 'selective', 'mlp', "
+        "'block', 'every:K' blocks, 'sqrt', 'offload' (to host memory instead)")
+    checkpoint_blocks: bool = key(False, "the same as recompute='block'")
+    chunked_loss: bool = key(
+        True, 'compute large logits and their gradients in chunks, to save memory')
+    memory_report: bool = key(False, 'before training, report the memory it will take')
+    parallel: str = key(
+        'ddp', "under torchrun: 'ddp' (replicas), or 'fsdp' (FSDP2: sharded parameters, "
+        'gradients and optimizer state)', ('ddp', 'fsdp'))
+    backend: str = key('nccl', "torch.distributed backend: 'nccl' (CUDA) or 'gloo' (CPU)",
+                       ('nccl', 'gloo'))
+    tf32: bool = key(True, 'on CUDA: float32 matmuls in TF32, as in nanoGPT')
+    compile: bool = key(True, 'torch.compile the model')
+
 
 def main(argv=None):
     echo = os.environ.get('RANK', '0') == '0'
-    s = configurator.parse('train', argv, usage=__doc__, echo=echo)
+    s = configurator.parse(Settings, argv, usage=__doc__, echo=echo, echo_files=echo)
     check_settings(s, DATA_ROOT)
     with Ranks(s.backend, s.device, 'backend' in s.given) as ranks, writer(s, ranks):
-        go_on_after_restart(s, ranks)
+        s = resumed_after_restart(s, ranks)
         check_accumulation(s, ranks)
-        if s.init_from == 'scratch':
-            print_tokens(s)
         if ranks.main:
             check_packages(s)
         # data, model, optimizer, and where a checkpoint left off
         run = Run(s, ranks, DATA_ROOT)
-        if s.init_from != 'scratch':
-            print_tokens(s)  # its block_size is not known before this
         with contextlib.closing(run.batches):
             if nothing_to_do(run):
                 return
             n, given = s.gradient_accumulation_steps, 'gradient_accumulation_steps' in s.given
             if ranks.device.type == 'cpu' and n > 1 and not given:  # the default is for GPUs
-                print(f'Note: that is {n} micro-batches of {s.batch_size} x {s.block_size} tokens; '
-                      'on a CPU fewer may do: --gradient_accumulation_steps=1')
+                print(f'Note: that is {n} micro-batches of {s.batch_size} x '
+                      f'{run.model.config.block_size} tokens; on a CPU fewer may do: '
+                      '--gradient_accumulation_steps=1')
             repeats = 0.0 if ranks.world_size == 1 else 5.0
             with StopRequest(repeats) as stop, open_log(run) as log:
                 train(run, log, stop)
@@ -122,7 +194,7 @@ def report(run, log, loss, lr, losses, pace):
     # .item() waits for the device, so the timing below is right
     loss = run.ranks.gather(loss.item())[-1]
     dt = pace.read()
-    tokens_per_second = s.gradient_accumulation_steps * s.batch_size * s.block_size / dt
+    tokens_per_second = run.tokens_per_iter / dt
     pace.measured(run, dt)
     if run.iter_num % s.log_interval == 0:
         left = pace.mean_dt * (s.max_iters - run.iter_num)
@@ -159,11 +231,6 @@ def writer(s, ranks):
     if s.eval_only or not ranks.main:
         return contextlib.nullcontext()
     return only_writer(Path(s.out_dir), 'Wait until it has ended, or give another --out_dir')
-
-
-def print_tokens(s):
-    n = s.gradient_accumulation_steps * s.batch_size * s.block_size
-    print(f'tokens per iteration will be: {n:,}')
 
 
 def check_accumulation(s, ranks):

@@ -22,7 +22,7 @@ import torch
 import configurator
 from config.errors import UserError
 from config.gpt_config import GPTConfig, fields_with, model_args
-from config.schema import MODEL
+from config.schema import COMMAND_LINE, Model
 from kv.plan import plan_kv
 from model import GPT
 from training.adapt import check_forms, check_patterns, keep_trained
@@ -98,16 +98,15 @@ def convert_checkpoint(source: Path, changes: dict) -> dict:
 def new_checkpoint(model: GPT, config: GPTConfig, settings: dict, **more) -> dict:
     """Return a checkpoint at iteration 0, without optimizer state. settings: of train.py, those
     that are not the default."""
-    defaults = vars(configurator.parse('train', [], echo=False))
     return {'model': model.state_dict(), 'optimizer': {'state': {}, 'param_groups': []},
             'model_args': model_args(config), 'iter_num': 0, 'best_val_loss': torch.tensor(1e9),
-            'holds_best': False, 'config': defaults | settings, **more}
+            'holds_best': False, 'config': settings, **more}
 
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     wants_help = {'-h', '--help'} & set(argv)
-    s = configurator.parse('convert', ['--help'] if wants_help else argv[2:], usage=__doc__)
+    s = configurator.parse(Model, ['--help'] if wants_help else argv[2:], usage=__doc__)
     if len(argv) < 2 or argv[0].startswith('-') or argv[1].startswith('-'):
         raise UserError('give the folder of the checkpoint and one for the new checkpoint, then '
                         'the changes: python -m interop.convert out out-mqa --n_kv_head=1')
@@ -115,9 +114,8 @@ def main(argv=None):
     if target.exists():
         raise UserError(f'{target} is there already: delete it or give another folder')
     # a config file may also have settings that a conversion cannot change
-    changes = {key.name: getattr(s, key.name) for key in MODEL if key.name in s.given
-               and (key.name in (*MEMORY, 'dropout')
-                    or s.given[key.name] == configurator.COMMAND_LINE)}
+    changes = {name: value for name, value in s.given_fields().items()
+               if name in (*MEMORY, 'dropout') or s.given[name] == COMMAND_LINE}
     if not changes:
         raise UserError(f'nothing to change: give one or more of {", ".join(MEMORY)}')
     checkpoint = convert_checkpoint(source, changes)

@@ -15,6 +15,7 @@ import itertools
 import json
 import math
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,8 +25,20 @@ from torch.nn import functional as F
 
 import configurator
 from config.errors import UserError, at_least
+from config.schema import KV_DTYPES, Json, Running, Source, key
+from interop.load import load, with_newest_run
 from training.evaluate import bits_per_byte, forward, through_cache
-from interop.load import load
+
+
+@dataclass(frozen=True)
+class Settings(Source, Json, Running):
+    text: str = key('', 'text file to evaluate')
+    context: int = key(0, 'most tokens of context for a prediction; 0 = block_size')
+    stride: int = key(
+        0, 'tokens between windows: smaller = more context, slower; 0 = context / 2')
+    batch_size: int = key(8, 'windows in a batch')
+    kv_dtype: str = key('', "'' = forward passes without a cache; else the dtype of a KV cache",
+                        ('', *KV_DTYPES))
 
 
 def windows_of(n: int, context: int, stride: int) -> list[tuple[int, int, int]]:
@@ -80,6 +93,7 @@ def evaluate(s) -> dict:
         text = Path(s.text).read_text(encoding='utf-8-sig')  # line ends become \n, as in data sets
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f'text={s.text!r} cannot be read as UTF-8 text: {e}') from e
+    s = with_newest_run(s)
     model, tokenizer, _ = load(s)
     block_size = model.config.block_size
     context = s.context or block_size
@@ -106,7 +120,7 @@ def evaluate(s) -> dict:
 
 
 def main(argv=None):
-    s = configurator.parse('evaluate', argv, usage=__doc__, echo=False)
+    s = configurator.parse(Settings, argv, usage=__doc__, echo=False)
     found = evaluate(s)
     dtype = found['kv_dtype']
     how = f'through a cache in {dtype}' if dtype else 'by the forward pass'

@@ -2,13 +2,12 @@
 with random weights, together with its tokenizer. Used by sample.py, chat.py, serve.py and
 `interop.evaluate`."""
 import difflib
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from config.errors import UserError, shown
-from config.gpt_config import GPTConfig
-from config.schema import MODEL
 from config.terminal import visible
 from data.datasets import DATA_ROOT, available_datasets, by_hand, ensure_dataset
 from data.tokenfiles import meta_problem, read_meta, used_keys
@@ -50,8 +49,6 @@ def load(s):
 def read_model(s):
     """The model (in eval mode, on the CPU), its data set's name, and if known that data set's
     `tokens_id` and metadata at the time of training."""
-    if s.init_from == 'resume':
-        use_newest_run(s)
     path = checkpoint_in(s.out_dir, s.resume_from)
     checkpoint = load_to_resume(path) if s.init_from == 'resume' else None
     torch.manual_seed(s.seed)
@@ -63,8 +60,7 @@ def read_model(s):
     elif s.init_from == 'random':
         dataset, meta = s.dataset, read_meta(known_dataset(s.dataset))
         vocab_size = meta['vocab_size'] if meta else 50304
-        fields = {key.name: getattr(s, key.name) for key in MODEL}
-        model = GPT(GPTConfig(vocab_size=vocab_size, **fields))
+        model = GPT(s.config(vocab_size))
     else:
         model, dataset = GPT.from_pretrained(s.init_from, dict(dropout=0.0)), s.dataset
         if 'dataset' not in s.given:
@@ -74,18 +70,21 @@ def read_model(s):
     return model.eval(), dataset, known, stored
 
 
-def use_newest_run(s) -> None:
-    """If no out_dir was given and the default has no checkpoint, use the newest run next to it."""
-    if 'out_dir' in s.given or Path(s.out_dir, s.resume_from).exists():
-        return
+def with_newest_run(s):
+    """The settings, but with the newest run here as out_dir, if none was given and the default has
+    no checkpoint."""
+    there = Path(s.out_dir, s.resume_from).exists()
+    if s.init_from != 'resume' or 'out_dir' in s.given or there:
+        return s
     found = sorted(Path().glob(f'out*/{s.resume_from}'), key=lambda path: path.stat().st_mtime)
     if not found:
         raise UserError(f'there is no {s.out_dir}/{s.resume_from}, and no out*/{s.resume_from} in '
                         'this folder: train a model first, as python train.py '
                         'config/train_mqa_local.py does, or name its folder')
-    *others, s.out_dir = (str(path.parent) for path in found)
+    *others, newest = (str(path.parent) for path in found)
     others = f" (others: {', '.join(reversed(others))})" if others else ''
-    print(visible(f'Using {s.out_dir}, the newest run here{others}'))
+    print(visible(f'Using {newest}, the newest run here{others}'))
+    return replace(s, out_dir=newest)
 
 
 def known_dataset(name: str) -> Path:

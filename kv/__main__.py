@@ -14,12 +14,13 @@ import dataclasses
 import json
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import configurator
 from config.errors import UserError, at_least
 from config.gpt_config import GPTConfig
-from config.schema import KV, MODEL
+from config.schema import MODEL, STORED_DTYPES, Json, Model, key
 from config.sizes import nice_bytes, parse_bytes
 from data.datasets import DATA_ROOT
 from data.recall.tasks import task_of
@@ -34,9 +35,30 @@ GPT2_VOCAB = 50304  # padded, as nanoGPT does
 WEIGHT_BYTES = {'bfloat16': 2, 'float32': 4, 'int8': 1}
 
 
+@dataclass(frozen=True)
+class Settings(Json, Model):
+    max_seq_len: int = key(
+        0, 'sequence length to plan for; 0 = block_size (models of Hugging Face: 4,096)')
+    batch: int = key(1, 'sequences in the cache')
+    kv_dtype: str = key('bfloat16', 'dtype of the slot table (the comparison has all)',
+                        STORED_DTYPES, others=('auto',))
+    budget: str = key('', "KV memory, as '1GB' or '512MiB': also report how many sequences fit")
+    svg: str = key('', 'also draw the plan of one sequence, to this .svg file')
+    like: str = key(
+        '', "models of Hugging Face: 'nanokv' = also their shape with nanoKV's plan",
+        ('', 'nanokv'))
+    page_size: int = key(16, 'models of Hugging Face: positions in a page of vLLM (its block_size)')
+    step_tokens: int = key(8192, "models of Hugging Face: vLLM's max_num_batched_tokens")
+    # of a data set, only the vocabulary counts
+    dataset: str = key('openwebtext', 'folder under data/; prepared on first use if possible')
+    recall_task: str = key('distances=3,16,47', "with dataset='recall': as in train.py")
+    lookup_task: str = key('pairs=2,4,8,16', "with dataset='lookup': as in train.py")
+
+
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
-    takes_value = {f'--{key.name}' for key in KV if not isinstance(key.default, bool)}
+    takes_value = {f'--{name}' for name, key in configurator.keys_of(Settings).items()
+                   if key.type is not bool}
     positional = [arg for before, arg in zip(['', *argv], argv)
                   if not arg.startswith('-') and before not in takes_value]
     others = [arg for arg in positional if is_config_of_others(arg)]
@@ -44,8 +66,8 @@ def main(argv=None):
     if len(saved) > 1:
         raise UserError(f"one model at a time, not {' and '.join(saved)}")
     rest = [arg for arg in argv if arg not in saved]
-    s = configurator.parse('kv', rest, usage=__doc__, echo=False)
-    refused = {'svg', *(key.name for key in MODEL)} if others else {*OF_OTHERS}
+    s = configurator.parse(Settings, rest, usage=__doc__, echo=False)
+    refused = {'svg', *MODEL} if others else {*OF_OTHERS}
     for name in sorted(s.given.keys() & refused):
         why = f'the shape of {others[0]} is in its config' if others else (
             'is for models of Hugging Face, by the folder of a config.json or a name on the hub')
@@ -60,9 +82,8 @@ def describe_plan(saved: list[str], s) -> dict:
     whose config the settings may change, or none."""
     from kv.console import output, print_table
     from kv.tables import dtype_table, print_report
-    given = {key.name: getattr(s, key.name) for key in MODEL if key.name in s.given}
     config = saved_config(Path(saved[0])) if saved else GPTConfig(vocab_size=vocabulary(s))
-    config = dataclasses.replace(config, **given)
+    config = dataclasses.replace(config, **s.given_fields())
     plan, T = plan_kv(config), s.max_seq_len or config.block_size
     at_least(s, max_seq_len=0, batch=1)
 

@@ -23,6 +23,7 @@ import sys
 import tempfile
 import traceback
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ import torch
 import configurator
 from config.errors import UserError
 from config.gpt_config import GPTConfig, model_args, unknown_field
-from config.schema import MODEL
+from config.schema import Model, Seed, key
 from engine.engine import Engine
 from engine.pages.cache import PagedKVCache
 from engine.requests.params import SamplingParams
@@ -49,6 +50,14 @@ from training.recompute import set_recompute
 LONGEST_WINDOW = 16
 BATCH = 3
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+
+@dataclass(frozen=True)
+class Settings(Seed, Model):
+    random: int = key(0, 'check so many random configs in place of one')
+    as_given: bool = key(
+        False, 'check the config itself, not a small one with the same form of plan')
+
 
 
 class Refused(Exception):
@@ -417,11 +426,11 @@ def conform(config: GPTConfig, only=CHECKS) -> dict[str, str]:
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
-    s = configurator.parse('conform', argv, usage=__doc__)
+    s = configurator.parse(Settings, argv, usage=__doc__)
     rng = random.Random(s.seed)
     configs = [random_config(rng) for _ in range(s.random)]
     if not configs:
-        given = GPTConfig(**{key.name: getattr(s, key.name) for key in MODEL}, vocab_size=VOCAB)
+        given = s.config(VOCAB)
         configs = [given if s.as_given else reduced(given)]
     console, failed = output(), 0
     warnings.simplefilter('ignore')  # what plans warn of is no difference

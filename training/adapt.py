@@ -5,8 +5,7 @@ import torch
 
 from config.errors import UserError
 from config.gpt_config import GPTConfig, fields_with, model_args
-from config.schema import MODEL
-from configurator import COMMAND_LINE
+from config.schema import COMMAND_LINE, MODEL
 from kv.plan import KVPlan, plan_kv
 from training.checkpoint import restoring
 
@@ -21,17 +20,17 @@ def wishes(s) -> dict:
     """Return the model settings in `s` that are meant to change a trained model: on resume, those
     on the command line (a config file describes the run, not a change of it); with other weights
     (init_from), those in config files too, except `NANOGPT_KEPT`."""
-    from_files = [] if s.init_from == 'resume' else [key.name for key in MODEL
-                                                     if key.name not in NANOGPT_KEPT]
-    return {key.name: getattr(s, key.name) for key in MODEL if key.name in s.given
-            and (s.given[key.name] == COMMAND_LINE or key.name in from_files)}
+    from_files = [] if s.init_from == 'resume' else [name for name in MODEL
+                                                     if name not in NANOGPT_KEPT]
+    return {name: value for name, value in s.given_fields().items()
+            if s.given[name] == COMMAND_LINE or name in from_files}
 
 
 def keep_trained(s, config: GPTConfig) -> None:
     """Print one line on the settings in config files that the trained `config` overrides. Dropout
     may change. Raises UserError if a setting on the command line differs."""
-    names = [key.name for key in MODEL if key.name in s.given and key.name != 'dropout'
-             and _differs(config, key.name, getattr(s, key.name))]
+    names = [name for name, value in s.given_fields().items()
+             if name != 'dropout' and _differs(config, name, value)]
     if typed := [name for name in names if s.given[name] == COMMAND_LINE]:
         asked = ', '.join(f'{s.asked(name)} (it has {getattr(config, name)!r})' for name in typed)
         raise UserError(f'the model is trained, and this program cannot change it: {asked}; '
@@ -142,7 +141,7 @@ def _adapt_moments(optimizer: dict, crop: int | None) -> None:
 
 def differences(old: GPTConfig, new: GPTConfig) -> list[str]:
     """Describe each changed setting except dropout."""
-    names = [key.name for key in MODEL if key.name != 'dropout']
+    names = [name for name in MODEL if name != 'dropout']
     return [f'{name} = {getattr(new, name)!r} (trained with {getattr(old, name)!r})'
             for name in names if getattr(new, name) != getattr(old, name)]
 

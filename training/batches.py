@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from config.errors import UserError
+from config.gpt_config import GPTConfig
 from data.datasets import ensure_dataset
 from data.order import RandomOrder, make_order
 from data.recall.tasks import IGNORE, task_of
@@ -181,7 +182,7 @@ def open_meta(s, data_root: Path) -> dict | None:
     return read_meta(ensure_dataset(s.dataset, data_root))
 
 
-def open_batches(s, data_root: Path, ranks, generator: torch.Generator, vocab_size: int):
+def open_batches(s, config: GPTConfig, data_root: Path, ranks, generator: torch.Generator):
     """Open the batches given by the settings, for one of the `Ranks`."""
     share, task = (s.batch_size, ranks.device, generator, ranks.rank, ranks.world_size), task_of(s)
     seed = s.seed if s.data_seed < 0 else s.data_seed
@@ -191,6 +192,6 @@ def open_batches(s, data_root: Path, ranks, generator: torch.Generator, vocab_si
                             f'dataset={s.dataset!r} makes its sequences')
         batches = TaskBatches(task, *share, seed)
     else:
-        batches = TokenBatches(data_root / s.dataset, s.block_size, *share, s.data_order, seed,
-                               vocab_size)
+        batches = TokenBatches(data_root / s.dataset, config.block_size, *share, s.data_order,
+                               seed, config.vocab_size)
     return Prefetched(batches, s.data_prefetch)

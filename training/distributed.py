@@ -3,6 +3,7 @@ import contextlib
 import os
 import sys
 from datetime import timedelta
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -126,10 +127,10 @@ def launch_id() -> str:
     return '' if name == 'none' else name
 
 
-def go_on_after_restart(s, ranks: Ranks) -> None:
-    """If torchrun has restarted the processes (--max-restarts) because one died or joined, change
-    the settings to resume from ckpt.pt, provided that this launch has saved one. Raises UserError
-    if it may restart them, but its launch has no id."""
+def resumed_after_restart(s, ranks: Ranks):
+    """The settings, which resume from ckpt.pt if torchrun has restarted the processes
+    (--max-restarts) because one died or joined, and this launch has saved one. Raises UserError if
+    it may restart them, but its launch has no id."""
     path, launch = Path(s.out_dir) / 'ckpt.pt', launch_id()
     if _env('TORCHELASTIC_MAX_RESTARTS', 0) and not launch:
         raise UserError('--max-restarts needs a launch with an id, by which a restart knows its '
@@ -137,7 +138,8 @@ def go_on_after_restart(s, ranks: Ranks) -> None:
     saved = peek(path)
     if ranks.gather(saved is not None and saved.launch == launch != '')[0]:
         print(f'{path} was saved by this launch ({launch}), so this is a restart: going on from it')
-        s.init_from, s.resume_from = 'resume', path.name
+        return replace(s, init_from='resume', resume_from=path.name)
+    return s
 
 
 def _env(name: str, default: int) -> int:

@@ -164,7 +164,7 @@ class WandB:
     def __init__(self, s):
         import wandb
         try:
-            self.run = wandb.init(project=s.wandb_project, name=s.wandb_run_name, config=vars(s))
+            self.run = wandb.init(project=s.wandb_project, name=s.wandb_run_name, config=s.values())
         except Exception as e:  # noqa: BLE001  its errors have no common base
             reason = ' '.join(str(e).split())[:300]
             raise UserError(f'wandb_log=True, but Weights & Biases cannot start: {reason}; '

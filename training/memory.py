@@ -26,7 +26,7 @@ import attention.kernels.flex
 import configurator
 from config.errors import at_least
 from config.gpt_config import GPTConfig
-from config.schema import MODEL
+from config.schema import Attention, Device, Json, Model, key
 from config.sizes import nice_bytes
 from data.datasets import DATA_ROOT
 from data.tokenfiles import read_meta
@@ -39,6 +39,19 @@ from training.optim import state_bytes
 from training.recompute import NAMES, policy_of, set_recompute
 
 ACTIVATIONS, LOSS, BACKWARD = 'activations', 'logits and loss', 'gradients'
+
+
+@dataclass(frozen=True)
+class Settings(Json, Model, Device, Attention):
+    """Those of train.py that a step's memory depends on."""
+    batch_size: int = key(12, 'sequences in a micro-batch')
+    gradient_accumulation_steps: int = key(40, 'micro-batches per iteration')
+    dataset: str = key('openwebtext', 'folder under data/, of which only the vocabulary counts')
+    optimizer: str = key('adamw', "'adamw' or 'muon'", ('adamw', 'muon'))
+    recompute: str = key('none', 'a policy to predict beside those that have a name')
+    checkpoint_blocks: bool = key(False, "the same as recompute='block'")
+    chunked_loss: bool = key(True, 'compute large logits and their gradients in chunks')
+    compile: bool = key(True, 'torch.compile the model')
 
 
 @dataclass(frozen=True)
@@ -175,7 +188,7 @@ def predict(s, config: GPTConfig, device: torch.device, dtype: torch.dtype, *,
             native.speed_up(model)
         if s.attention_backend in ('math', 'sdpa'):  # the others need as much as 'auto'
             model.attention_backend = s.attention_backend
-        x = torch.zeros(s.batch_size, s.block_size, dtype=torch.int64)
+        x = torch.zeros(s.batch_size, config.block_size, dtype=torch.int64)
         policies = dict.fromkeys((*NAMES, 'block' if s.checkpoint_blocks else s.recompute))
         if device.type != 'cuda' or s.compile:
             policies.pop('offload')
@@ -197,7 +210,7 @@ def print_memory_report(run, dtype: torch.dtype) -> None:
                             accumulate=accumulate))
     rows = ((name.replace('_', ' '), nice_bytes(n), nice_bytes(measured[name]))
             for name, n in vars(predictions[policy]).items())
-    title = f'\n{s.batch_size} x {s.block_size:,} tokens, recompute={policy!r}'
+    title = f'\n{s.batch_size} x {run.model.config.block_size:,} tokens, recompute={policy!r}'
     print_table(output(), table_of(('', 'predicted', 'measured'), rows), title)
 
 
@@ -224,13 +237,13 @@ def memory_line(model, optimizer: str, device: torch.device) -> str:
 
 
 def main(argv=None):
-    s = configurator.parse('memory', argv, usage=__doc__, echo=False)
+    s = configurator.parse(Settings, argv, usage=__doc__, echo=False)
     at_least(s, batch_size=1, gradient_accumulation_steps=1)
     device = pick_device(s.device)
     dtype = native.training_dtype(s, device)
     meta = read_meta(DATA_ROOT / os.path.basename(s.dataset))
     vocab_size = meta['vocab_size'] if meta else 50304  # GPT-2's, if the data set is not prepared
-    config = GPTConfig(vocab_size=vocab_size, **{key.name: getattr(s, key.name) for key in MODEL})
+    config = s.config(vocab_size)
 
     predictions = predict(s, config, device, dtype,
                           accumulate=s.gradient_accumulation_steps > 1)

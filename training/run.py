@@ -7,7 +7,7 @@ import torch
 from attention.kernels.choose import choose
 from attention.kernels.flex import block_mask
 from config.errors import UserError
-from config.gpt_config import GPTConfig, model_args, unknown_field
+from config.gpt_config import model_args, unknown_field
 from config.schema import MODEL
 from data.recall.tasks import TASKS
 from data.tokenfiles import open_split
@@ -58,6 +58,9 @@ class Run:
         self.tokens = ckpt.tokens_id(meta)
         self.meta = meta if meta and 'stoi' in meta else None  # for a copy without its data set
         self.model, self.changed = self._model(saved, meta)
+        self.tokens_per_iter = (s.gradient_accumulation_steps * s.batch_size
+                                * self.model.config.block_size)
+        print(f'tokens per iteration will be: {self.tokens_per_iter:,}')
         if self.sharded:  # only rank 0 has used its generator, to initialize weights
             torch.set_rng_state(ranks.gather(torch.get_rng_state())[0])
         self._open_batches(data_root)
@@ -79,7 +82,7 @@ class Run:
         generator.set_state(torch.get_rng_state())
         if s.data_seed >= 0:
             generator.manual_seed(s.data_seed)
-        self.batches = open_batches(s, data_root, ranks, generator, self.model.config.vocab_size)
+        self.batches = open_batches(s, self.model.config, data_root, ranks, generator)
         torch.manual_seed(s.seed + ranks.rank)  # dropout
 
     def _prepare_model(self):
@@ -105,7 +108,7 @@ class Run:
     def _compile_and_distribute(self):
         self.compiled = self.trained = self.model
         if self.s.compile:
-            prepare(self.model, self.s.block_size)
+            prepare(self.model, self.model.config.block_size)
         if self.s.compile and not self.sharded:
             print('compiling the model... (takes a ~minute)')
             self.compiled = self.trained = torch.compile(self.model)
@@ -149,13 +152,12 @@ class Run:
         print('Initializing a new model from scratch')
         if meta is None:
             print('defaulting to vocab_size of GPT-2 to 50304 (50257 rounded up for efficiency)')
-        shape = {key.name: getattr(self.s, key.name) for key in MODEL}
-        shape['vocab_size'] = 50304 if meta is None else meta['vocab_size']
+        config = self.s.config(50304 if meta is None else meta['vocab_size'])
         with torch.device('meta' if self.sharded and not self.ranks.main else 'cpu'):
-            return GPT(GPTConfig(**shape))
+            return GPT(config)
 
     def _pretrained_config(self, old, meta, origin, tokens):
-        """Return a trained model's config with the given settings applied; this run adopts it."""
+        """Return a trained model's config with the given settings applied."""
         s = self.s
         config = adapted_config(old, wishes(s), s.asked)
         vocab_size = 50257 if meta is None else meta['vocab_size']
@@ -167,8 +169,6 @@ class Run:
             print(f"Note: dataset {s.dataset!r} has an alphabet of its own, which GPT-2's weights "
                   'know nothing of')
         keep_trained(s, config)
-        for key in MODEL:
-            setattr(s, key.name, getattr(config, key.name))
         return config
 
     def _resume(self, saved):
@@ -220,10 +220,11 @@ class Run:
         else:
             weights, moments = self.model.state_dict(), self.optimizer.state_dict()
         if self.ranks.main:
+            shape = {name: getattr(self.model.config, name) for name in MODEL}
             self.manager.save({
                 'model': weights, 'optimizer': moments,
                 'model_args': model_args(self.model.config), 'iter_num': self.iter_num,
-                'best_val_loss': self.best_val_loss, 'config': vars(self.s),
+                'best_val_loss': self.best_val_loss, 'config': self.s.values() | shape,
                 # beyond nanoGPT's keys: what an exact resume needs
                 'scaler': self.scaler.state_dict(), 'rng': states, 'data_rng': self.batches.state,
                 'holds_best': self.holds_best, 'skipped': int(self.update.counts[0]),

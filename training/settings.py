@@ -4,8 +4,6 @@ import warnings
 from pathlib import Path
 
 from config.errors import UserError, at_least
-from config.gpt_config import GPTConfig
-from config.schema import MODEL
 from data.tokenfiles import is_prepared
 from kv.plan import plan_kv
 from training.checkpoint_manager import checkpoint_in
@@ -42,7 +40,7 @@ def check_settings(s, data_root: Path) -> None:
         check_seed(seed)
     if s.init_from == 'scratch':
         with warnings.catch_warnings(action='ignore'):  # the model will warn when it is built
-            plan_kv(GPTConfig(**{key.name: getattr(s, key.name) for key in MODEL}))
+            plan_kv(s.config(50304))
     checkpoint_in(s.out_dir, s.resume_from)
     if s.resume_from != 'ckpt.pt' and s.init_from != 'resume':
         raise UserError(f'resume_from={s.resume_from!r} says where to go on, but init_from is '

@@ -42,11 +42,11 @@ class Template:
         return self._literals[0] + name + self._literals[1]
 
 
-def name_speakers(s, dataset: str) -> None:
-    """Give the speakers of settings `s` names, if they have none: those of Shakespeare's, if the
-    model was trained on a data set of that name."""
+def speakers(s, dataset: str) -> tuple[str, str]:
+    """The names of the user and the model: those of the settings, otherwise of Shakespeare's, if
+    the model was trained on a data set of that name."""
     names = ('ROMEO', 'JULIET') if 'shakespeare' in dataset else ('USER', 'MODEL')
-    s.user, s.reply_as = s.user or names[0], s.reply_as or names[1]
+    return s.user or names[0], s.reply_as or names[1]
 
 
 @dataclass

@@ -9,19 +9,21 @@ import shlex
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
 import configurator
+import train
 from config.errors import UserError, at_least
 from config.gpt_config import GPTConfig
-from config.schema import ABLATE, KV_DTYPES, TRAIN
+from config.schema import KV_DTYPES, Json, key
 from data.datasets import DATA_ROOT
 from data.recall.tasks import TASKS
 from data.tokenfiles import open_split
 from interop.convert import check_conversion
 from kv.plan import plan_kv
-from lab.benchmarks.setting import numbers, shape_of
+from lab.benchmarks.setting import numbers
 from model import GPT
 from training.batches import open_meta
 from training.checkpoint import tokens_id
@@ -38,6 +40,37 @@ DATA = ('dataset', 'block_size', *(f'{name}_task' for name in TASKS))
 SAME_FOR_ALL = {*PLACE, *DATA, 'init_from'} - {'eval_interval', 'eval_iters', 'recompute'}
 MATCH = 'match'
 STORAGE = {'kv_dtype': KV_DTYPES, 'weight_dtype': ('auto', 'int8')}
+
+@dataclass(frozen=True)
+class Settings(Json, train.Settings):
+    """Those of the ladder; the others are train.py's, for all rows."""
+    hidden: ClassVar[tuple] = ('given', 'seed', 'out_dir', 'init_from', 'resume_from', 'eval_only',
+                               'backend', 'memory_report')
+    name: str = key('', "name of the ladder; '' = that of its config file")
+    folder: str = key(
+        '', "folder of the results, with the trained models in runs/; '' = results/NAME")
+    base: str = key('', 'training config of the first row')
+    rows: dict = key({}, 'the ladder: name -> changes against the row above (keys of train.py, '
+                     'kv_dtype, weight_dtype or at_inference)')
+    side_rows: dict = key(
+        {}, 'alternatives: name -> (name of the row they depart from, changes)')
+    baseline: str = key(
+        '', 'row to compare with, besides the first and previous: best at full memory')
+    seeds: str = key('1,2,3', 'training seeds of the rows')
+    side_seeds: str = key('', "training seeds of the side rows; '' = seeds")
+    only: str = key(
+        '', "train only these rows, separated by commas; a leading '+' may be omitted")
+    jobs: int = key(1, 'concurrent runs on each device')
+    devices: str = key('', "where to train, as 'cuda:0,cuda:1'; '' = device")
+    eval_windows: int = key(0, 'validation windows per model; 0 = all that do not overlap')
+    identifiers: bool = key(
+        False, 'the data are Python source: measure the loss of identifiers, by the distance to '
+        'their last use')
+    contexts: str = key('256,1024,4096', 'tokens in the cache for KV bytes')
+    pictures: bool = key(True, 'draw the plots of the report (needs matplotlib)')
+    dry_run: bool = key(False, 'only print what would be trained')
+    report_only: bool = key(
+        False, 'make the report from existing results; train and measure nothing')
 
 
 @dataclass(frozen=True)
@@ -77,8 +110,8 @@ class Ladder:
         if not s.base or not s.rows:
             raise UserError("a ladder needs base='config/....py' and rows={name: changes}: "
                             'see config/ablate_prices.py')
-        mine = {key.name for key in ABLATE}
-        self.common = {name: getattr(s, name) for name in sorted(s.given) if name not in mine}
+        of_train = configurator.keys_of(train.Settings)
+        self.common = {name: getattr(s, name) for name in sorted(s.given) if name in of_train}
         self.rows: dict[str, Row] = {}
         self._settings = {}
         for above, name in zip(['', *s.rows], s.rows):
@@ -172,13 +205,13 @@ class Ladder:
     def settings(self, row: Row):
         """train.py's settings, without a seed."""
         if row not in self._settings:
-            self._settings[row] = configurator.parse('train', self._flags(row), echo=False)
+            self._settings[row] = configurator.parse(train.Settings, self._flags(row), echo=False)
         return self._settings[row]
 
     def training(self, row: Row) -> str:
         """A digest of the settings that determine the weights, equal for rows that share them.
         Defaults are omitted, so that a new key of train.py does not change it."""
-        default = {key.name: key.default for key in TRAIN}
+        default = train.Settings().values()
         settings = {name: value for name, value in self.weighty(row).items()
                     if value != default[name]}
         settings['data'] = self._data_id(self.settings(row))
@@ -186,7 +219,7 @@ class Ladder:
 
     def weighty(self, row: Row) -> dict:
         """The settings that determine the weights, except for the seed."""
-        settings = vars(self.settings(row))
+        settings = self.settings(row).values()
         others = {f'{name}_task' for name in TASKS if name != settings['dataset']}
         return {name: value for name, value in settings.items() if name not in {*PLACE, *others}}
 
@@ -228,7 +261,7 @@ class Ladder:
         """The config of the model during training."""
         s = self.settings(row)
         meta = open_meta(s, DATA_ROOT)
-        return shape_of(s, 50304 if meta is None else meta['vocab_size'])
+        return s.config(50304 if meta is None else meta['vocab_size'])
 
     def config(self, row: Row) -> GPTConfig:
         """The config at inference: without dropout, and with the changes made after training."""
@@ -247,8 +280,9 @@ def parameters(config: GPTConfig) -> int:
 
 def read_ladder(argv: list[str], usage: str = '', echo: bool = True):
     """Return (settings, ladder), checked, from the arguments of ablate.py."""
-    s = configurator.parse('ablate', argv, usage=usage, echo=echo)
-    s.name = s.name or next((Path(arg).stem for arg in argv if not arg.startswith('-')), '')
+    s = configurator.parse(Settings, argv, usage=usage, echo=echo)
+    name = next((Path(arg).stem for arg in argv if not arg.startswith('-')), '')
+    s = dataclasses.replace(s, name=s.name or name)
     if not s.name:
         raise UserError('give the config file of a ladder, as config/ablate_smoke.py')
     if not re.fullmatch(r'[A-Za-z0-9_.-]+', s.name) or s.name.startswith('.'):

@@ -128,7 +128,7 @@ def measure(ladder, row, seed: int, saved, path: Path) -> dict:
     return {'fingerprint': ladder.fingerprint(row), 'trained_as': ladder.trainer(row).name,
             'params': params, **judged,
             'training': {'iterations': s.max_iters, 'tokens': s.max_iters * tokens_per_iter},
-            'settings': vars(s) | {'seed': seed, 'out_dir': '', 'device': ''},
+            'settings': s.values() | {'seed': seed, 'out_dir': '', 'device': ''},
             'dtype': str(training_dtype(s, device)).removeprefix('torch.'),
             'hardware': f'{device_name(device)}, {os.cpu_count()} cores',
             'torch': torch.__version__, 'core': core_digest()}

@@ -13,7 +13,7 @@ LEARNED = 0.95  # rows are compared at distances where the baseline's recall is 
 COMPARED = 'against_above', 'against_first', 'against_baseline'
 REFERENCE = 'bfloat16'  # the storage assumed for 'auto'; vanilla GPT-2 is always counted with it
 GIGABYTE = 10 ** 9
-INFERENCE_KEYS = {*(key.name for key in MODEL), 'kv_dtype', 'weight_dtype', 'at_inference'}
+INFERENCE_KEYS = {*MODEL, 'kv_dtype', 'weight_dtype', 'at_inference'}
 
 
 def summarize(ladder, results) -> dict:

@@ -5,7 +5,7 @@ Every round also measures the memory bandwidth; the share of it that decoding re
 over rounds. With a budget, the batch is as large as fits and the cache has room for exactly
 `contexts` tokens, the last `steps` of them timed; without one, there is room for `steps` more.
 """
-import copy
+import dataclasses
 from pathlib import Path
 
 import torch
@@ -76,8 +76,7 @@ def compared_models(config, longest: int, s) -> dict:
     """Return name -> model: ours, and the baseline selected in the settings."""
     models = setting.compared(config, longest, s)
     if s.against == 'vanilla_float32':
-        plain = copy.copy(s)
-        plain.given, plain.dtype, plain.weight_dtype = s.given, 'float32', 'auto'
+        plain = dataclasses.replace(s, dtype='float32', weight_dtype='auto')
         models['vanilla float32'] = setting.build(setting.vanilla_config(config, longest), plain)
     elif s.against == 'float32_kv':
         models['float32 K/V'] = models['ours']

@@ -11,7 +11,6 @@ import torch
 
 from config.errors import UserError, at_least
 from config.gpt_config import GPTConfig
-from config.schema import MODEL
 from config.sizes import physical_memory
 from data.tokenfiles import read_meta
 from engine import native
@@ -82,11 +81,7 @@ def begin(s, data_root: Path, **least: int):
 def model_config(s, data_root: Path) -> GPTConfig:
     """The settings' model without dropout, with the data set's vocabulary if it is present."""
     vocab_size = (read_meta(data_root / s.dataset) or {'vocab_size': 50304})['vocab_size']
-    return dataclasses.replace(shape_of(s, vocab_size), dropout=0.0)
-
-
-def shape_of(s, vocab_size: int) -> GPTConfig:
-    return GPTConfig(vocab_size=vocab_size, **{key.name: getattr(s, key.name) for key in MODEL})
+    return dataclasses.replace(s.config(vocab_size), dropout=0.0)
 
 
 def vanilla_config(config: GPTConfig, longest: int) -> GPTConfig:
@@ -156,7 +151,7 @@ def facts(s, models: dict[str, GPT]) -> dict:
 
 def run_facts(s, device: torch.device) -> dict:
     """The facts that do not depend on a model."""
-    given = [f'--{name}={value}' for name, value in vars(s).items()
+    given = [f'--{name}={value}' for name, value in s.values().items()
              if name in s.given and name not in ('save', 'json')]
     return {'mode': s.mode, 'against': s.against,
             'command': shlex.join(['python', 'bench.py', *given]),

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import bench
 import configurator
 from data.datasets import DATA_ROOT
 from engine.engine import Engine
@@ -37,7 +38,7 @@ STEPS = 8  # profiled steps
 
 def full_model(parameters: torch.dtype | None = None):
     """parameters: their dtype, bfloat16 if None."""
-    s = configurator.parse('bench', [FULL, '--device=cuda', '--dtype=bfloat16'], echo=False)
+    s = configurator.parse(bench.Settings, [FULL, '--device=cuda', '--dtype=bfloat16'], echo=False)
     return build(model_config(s, DATA_ROOT), s, parameters)
 
 
