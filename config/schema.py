@@ -50,7 +50,7 @@ class Base:
     def values(self) -> dict:
         """{key: value}."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)
-                if f.name != 'given'}
+                if f.name not in self.hidden}
 
 
 @dataclass(frozen=True)

@@ -58,9 +58,6 @@ class Run:
         self.tokens = ckpt.tokens_id(meta)
         self.meta = meta if meta and 'stoi' in meta else None  # for a copy without its data set
         self.model, self.changed = self._model(saved, meta)
-        self.tokens_per_iter = (s.gradient_accumulation_steps * s.batch_size
-                                * self.model.config.block_size)
-        print(f'tokens per iteration will be: {self.tokens_per_iter:,}')
         if self.sharded:  # only rank 0 has used its generator, to initialize weights
             torch.set_rng_state(ranks.gather(torch.get_rng_state())[0])
         self._open_batches(data_root)
@@ -119,6 +116,8 @@ class Run:
     def _model(self, saved, meta):
         """Return the initial model, and whether settings differ from those it was trained with."""
         s = self.s
+        if s.init_from == 'scratch':
+            self._count_tokens(s.block_size)
         if meta is not None:
             is_task = s.dataset in TASKS
             source = f'of {s.dataset}_task' if is_task else f'inside data/{s.dataset}/meta.pkl'
@@ -135,6 +134,7 @@ class Run:
             model, origin = GPT.from_pretrained(s.init_from, dict(dropout=s.dropout)), s.init_from
             old = model.config
         config = self._pretrained_config(old, meta, origin, (saved or {}).get('tokens', ''))
+        self._count_tokens(config.block_size)
         changes = differences(old, config)
         for change in changes:
             print(change)
@@ -147,6 +147,11 @@ class Run:
         model = GPT(config)
         ckpt.load_weights(model, weights, origin)
         return model, bool(changes)
+
+    def _count_tokens(self, block_size: int) -> None:
+        s = self.s
+        self.tokens_per_iter = s.gradient_accumulation_steps * s.batch_size * block_size
+        print(f'tokens per iteration will be: {self.tokens_per_iter:,}')
 
     def _new_model(self, meta):
         print('Initializing a new model from scratch')

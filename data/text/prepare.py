@@ -27,6 +27,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run from anywhere
 
 from config.errors import UserError
+from config.schema import Model
 from configurator import parse, run_program
 from data.datasets import DATA_ROOT
 from data.making.script import Arguments, fraction
@@ -55,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
     tokens = prepare(folder, split(texts, args.val), args.tokenizer, several=len(texts) > 1)
     flags = '' if args.name == 'text' else f' --dataset={args.name} --out_dir=out-{args.name}'
     advice = ''
-    block_size = parse('train', [CONFIG], echo=False).block_size
+    block_size = parse(Model, [CONFIG], echo=False).block_size
     shorter = min(tokens, key=tokens.get)
     longest = tokens[shorter] - 1  # window, because targets are one token later
     if longest < block_size:

@@ -135,16 +135,16 @@ class Ladder:
     def _add(self, name, above, changes, side):
         self._check_changes(name, above, changes)
         before = self.rows.get(above) or Row('', '', False, {}, {})
-        train = before.train | {k: v for k, v in changes.items() if k not in OWN}
-        stored = {key: changes.get(key, getattr(before, key)) for key in STORAGE}
-        for key, value in stored.items():
-            if value not in STORAGE[key]:
-                allowed = ', '.join(map(repr, STORAGE[key]))
-                raise UserError(f'row {name!r}: {key}={value!r}: allowed are {allowed}')
+        of_train = before.train | {k: v for k, v in changes.items() if k not in OWN}
+        stored = {of_cache: changes.get(of_cache, getattr(before, of_cache)) for of_cache in STORAGE}
+        for of_cache, value in stored.items():
+            if value not in STORAGE[of_cache]:
+                allowed = ', '.join(map(repr, STORAGE[of_cache]))
+                raise UserError(f'row {name!r}: {of_cache}={value!r}: allowed are {allowed}')
         changes = dict(changes)
         seeds = changes.pop('seeds', '')
         at_inference = before.at_inference | changes.get('at_inference', {})
-        row = Row(name, above, side, changes, train, **stored, seeds=seeds,
+        row = Row(name, above, side, changes, of_train, **stored, seeds=seeds,
                   at_inference=at_inference)
         for other in self.rows.values():
             if other.slug == row.slug:
@@ -157,9 +157,9 @@ class Ladder:
                 raise UserError(f'row {name!r}{message}')
         check(name not in self.rows, ': is there twice')
         check(changes or not above, f' changes nothing against {above!r}')
-        for key in changes:
-            check(key not in SAME_FOR_ALL,
-                  f': {key} is the same for all rows: set it in the ladder or its base config')
+        for changed in changes:
+            check(changed not in SAME_FOR_ALL,
+                  f': {changed} is the same for all rows: set it in the ladder or its base config')
         check(above or changes.get('mlp_hidden') != MATCH,
               ": mlp_hidden='match' matches the first row, which this is")
 

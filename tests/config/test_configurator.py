@@ -1,4 +1,5 @@
 """Command lines and config files: order, types, echo, and specific error messages."""
+import dataclasses
 import json
 import subprocess
 import sys
@@ -8,14 +9,15 @@ import pytest
 import configurator
 from config.errors import UserError
 from config.removed import COMMIT, KEYS, VALUES
-from config.schema import PROGRAMS
+from configurator import default_of, keys_of
+from tests.helpers.programs import SETTINGS
 from training.checkpoint import config_of
 
 ROOT = configurator.ROOT
 
 
 def parse(*argv, program='train'):
-    return configurator.parse(program, list(argv), echo=False)
+    return configurator.parse(SETTINGS[program], list(argv), echo=False)
 
 
 def refused(*argv, program='train'):
@@ -38,8 +40,27 @@ def file(tmp_path):
 # -- order -----------------------------------------------------------------------------------------
 
 def test_without_arguments_every_key_has_its_default():
-    for program, keys in PROGRAMS.items():
-        assert vars(parse(program=program)) == {key.name: key.default for key in keys}
+    for program, settings in SETTINGS.items():
+        s = parse(program=program)
+        assert s == settings() and not s.given
+        assert s.values() == settings().values()
+
+
+def test_settings_are_read_only():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        parse().max_iters = 1
+
+
+def test_the_keys_of_all_programs_are_found_in_their_sources():
+    """So that config files may set them, whichever program reads the file."""
+    found = configurator.defaults_of_programs()
+    keys = {name: default_of(key) for settings in SETTINGS.values()
+            for name, key in keys_of(settings).items()}
+    assert found.keys() == keys.keys()
+    differ = {name for name in keys if found[name] != keys[name]}
+    assert all(any(default_of(keys_of(settings)[name]) == found[name]
+                   for settings in SETTINGS.values() if name in keys_of(settings))
+               for name in differ)
 
 
 def test_the_later_of_flags_and_files_wins(file):
@@ -75,7 +96,7 @@ def test_flag_value(flag, key, value):
     assert got == value and type(got) is type(value)
 
 
-@pytest.mark.parametrize('program', PROGRAMS)
+@pytest.mark.parametrize('program', SETTINGS)
 def test_imports_and_functions_named_like_a_key_are_not_meant(file, program):
     path = file('import json\nfrom math import pi\ndef report(): pass\ndef stop(): pass\n'
                 'learning_rate = pi / 1000')
@@ -94,17 +115,17 @@ def test_other_numbers_of_a_file_are_converted_and_docstrings_calls_and_types_ar
 def test_given_are_the_keys_that_were_set_also_to_their_default(file):
     path = file("gelu = 'exact'\nif True:\n    n_layer = 12\n_width = 64\nn_embd = 2 * _width")
     s = parse('--dropout=0', path)
-    assert s.given.keys() == {'gelu', 'n_layer', 'n_embd', 'dropout'} and 'given' not in vars(s)
+    assert s.given.keys() == {'gelu', 'n_layer', 'n_embd', 'dropout'} and 'given' not in s.values()
 
 
-@pytest.mark.parametrize('key', [k for keys in PROGRAMS.values() for k in keys if k.choices],
-                         ids=lambda k: k.name)
-def test_every_choice_is_named_when_none_was_met(key):
-    program = next(name for name, keys in PROGRAMS.items() if key in keys)
-    message = refused(f'--{key.name}=other', program=program)
-    assert "'other'" in message and all(repr(choice) in message for choice in key.choices)
-    for choice in key.choices:
-        assert getattr(parse(f'--{key.name}={choice}', program=program), key.name) == choice
+@pytest.mark.parametrize('program, name, choices', [
+    (program, name, key.metadata['choices']) for program, settings in SETTINGS.items()
+    for name, key in keys_of(settings).items() if key.metadata['choices']])
+def test_every_choice_is_named_when_none_was_met(program, name, choices):
+    message = refused(f'--{name}=other', program=program)
+    assert "'other'" in message and all(repr(choice) in message for choice in choices)
+    for choice in choices:
+        assert getattr(parse(f'--{name}={choice}', program=program), name) == choice
 
 
 # -- refusals --------------------------------------------------------------------------------------
@@ -213,32 +234,33 @@ def test_keys_and_choices_of_another_program_in_a_file_are_passed_over(file):
 
 def test_overrides_are_echoed_in_nanogpts_words(file, capsys):
     path = file('batch_size = 5\n# note\n')
-    configurator.parse('train', [path, '--dropout=0'])
+    configurator.parse(SETTINGS['train'], [path, '--dropout=0'], echo_files=True)
     assert capsys.readouterr().out == (f'Overriding config with {path}:\nbatch_size = 5\n# note\n\n'
                                        'Overriding: dropout = 0.0\n')
     # the text of a file only if logs need it
-    configurator.parse('sample', [path, '--stop=\n\n'])
+    configurator.parse(SETTINGS['sample'], [path, '--stop=\n\n'])
     assert capsys.readouterr().out == (f'Overriding config with {path}\n'
                                        "Overriding: stop = '\\n\\n'\n")
 
 
-@pytest.mark.parametrize('program', PROGRAMS)
+@pytest.mark.parametrize('program', SETTINGS)
 def test_help_lists_every_key_with_default_meaning_and_choices(program, capsys):
     with pytest.raises(SystemExit) as caught:
-        configurator.parse(program, ['--bogus=1', '--help'], usage='how to run it')
+        configurator.parse(SETTINGS[program], ['--bogus=1', '--help'], usage='how to run it')
     assert caught.value.code == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == 'how to run it'
     text = ' '.join(' '.join(lines).split())  # descriptions wrap
-    for key in PROGRAMS[program]:
-        assert key.meaning
-        _, _, below = text.partition(f' --{key.name}={" ".join(repr(key.default).split())} ')
-        assert below.startswith(' '.join(key.meaning.split()))
+    for name, key in keys_of(SETTINGS[program]).items():
+        meaning, default = key.metadata['meaning'], repr(default_of(key))
+        assert meaning
+        _, _, below = text.partition(f' --{name}={" ".join(default.split())} ')
+        assert below.startswith(' '.join(meaning.split()))
         below = below.partition(' --')[0]
-        assert all(repr(c) in below for c in key.choices)
+        assert all(repr(c) in below for c in key.metadata['choices'])
 
 
-# -- the schema ------------------------------------------------------------------------------------
+# -- nanoGPT's ------------------------------------------------------------------------------------
 
 NANOGPT_TRAIN = dict(
     out_dir='out', eval_interval=2000, log_interval=1, eval_iters=200, eval_only=False,
@@ -291,7 +313,7 @@ def test_torchrun_is_told_the_reason(tmp_path, monkeypatch, capsys):
     assert written['timestamp'] > 0  # of the first process that failed, the cause
 
 
-@pytest.mark.parametrize('program', ['sample', 'chat', 'serve', 'evaluate', 'memory'])
+@pytest.mark.parametrize('program', ['sample', 'chat', 'serve', 'evaluate'])
 def test_two_folders_are_refused(tmp_path, program):
     for name in ('a', 'b'):
         (tmp_path / name).mkdir()

@@ -6,10 +6,11 @@ import torch
 
 import configurator
 from config.gpt_config import GPTConfig
-from config.schema import MODEL, PROGRAMS
+from config.schema import MODEL
 from engine.steps.native import MULTIPLE
 from kv.plan import plan_kv
 from model import GPT
+from tests.helpers.programs import SETTINGS
 
 SHIPPED = sorted(p.name for kind in ('train', 'finetune', 'eval')
                  for p in (configurator.ROOT / 'config').glob(f'{kind}_*.py'))
@@ -19,12 +20,12 @@ COMPARED = ['train_mqa_local.py', 'train_vanilla.py', 'train_rope_mha.py']
 
 
 def settings(name, program='train'):
-    return vars(configurator.parse(program, [f'config/{name}'], echo=False))
+    return configurator.parse(SETTINGS[program], [f'config/{name}'], echo=False).values()
 
 
 def gpt_config(name, vocab_size):
     s = settings(name)
-    return GPTConfig(vocab_size=vocab_size, **{key.name: s[key.name] for key in MODEL})
+    return GPTConfig(vocab_size=vocab_size, **{field: s[field] for field in MODEL})
 
 
 def n_params(name, vocab_size):
@@ -32,12 +33,12 @@ def n_params(name, vocab_size):
         return sum(p.numel() for p in GPT(gpt_config(name, vocab_size)).parameters())
 
 
-@pytest.mark.parametrize('program', PROGRAMS)
+@pytest.mark.parametrize('program', SETTINGS)
 @pytest.mark.parametrize('name', SHIPPED)
 def test_config_parses_for_every_program_into_the_same_model(name, program):
     s, t = settings(name, program), settings(name)
-    assert {key.name: s[key.name] for key in MODEL} == {key.name: t[key.name] for key in MODEL}
-    given = configurator.parse('train', [f'config/{name}'], echo=False).given
+    assert {field: s[field] for field in MODEL} == {field: t[field] for field in MODEL}
+    given = configurator.parse(SETTINGS['train'], [f'config/{name}'], echo=False).given
     for key in {'out_dir', 'dataset'} & s.keys() & given.keys():
         assert s[key] == t[key]
     with warnings.catch_warnings():

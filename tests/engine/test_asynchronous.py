@@ -1,7 +1,6 @@
 """The asynchronous engine schedules a step before it reads the tokens of the last one, and every
 request gets what it gets from the synchronous one."""
 import copy
-import time
 
 import pytest
 import torch

@@ -1,6 +1,5 @@
 """Prompts in chunks, beside rows that decode."""
 import itertools
-import random
 
 import pytest
 import torch

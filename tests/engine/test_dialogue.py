@@ -8,7 +8,7 @@ import pytest
 
 from config.errors import UserError
 from data.tokenizer import CharTokenizer
-from engine.text.dialogue import Dialogue, Template, name_speakers
+from engine.text.dialogue import Dialogue, Template, speakers
 from tests.helpers.serving import ending
 
 LETTERS = 'ABabcdefg .\n'
@@ -157,5 +157,4 @@ def test_only_its_owner_can_read_a_conversation(tmp_path, monkeypatch):
     ('text', ('', 'Bo'), ('USER', 'Bo'))])
 def test_names_of_speakers_fit_the_text(dataset, given, names):
     s = SimpleNamespace(user=given[0], reply_as=given[1])
-    name_speakers(s, dataset)
-    assert (s.user, s.reply_as) == names
+    assert speakers(s, dataset) == names

@@ -16,7 +16,7 @@ from tests.programs.support import (
     FULL_STACK, VANILLA, flags, load, losses, metrics, run_train, start_program)
 from training.checkpoint_manager import peek
 from training.device import multiplies_bfloat16
-from training.distributed import Ranks, go_on_after_restart
+from training.distributed import Ranks, resumed_after_restart
 
 SIX_STEPS = dict(gradient_accumulation_steps=4, max_iters=5, eval_interval=3, eval_iters=3)
 if multiplies_bfloat16():  # 'auto' would be bfloat16, whose rounding depends on the batch size
@@ -209,8 +209,7 @@ def test_a_checkpoint_of_another_launch_is_not_resumed(tmp_path, monkeypatch):
     assert load(tmp_path / 'ckpt.pt')['launch'] == 'first'
     for launch, resumed in (('first', True), ('second', False), ('', False)):
         monkeypatch.setenv('TORCHELASTIC_RUN_ID', launch)
-        s = SimpleNamespace(out_dir=str(tmp_path), init_from='scratch', resume_from='ckpt.pt')
-        go_on_after_restart(s, Ranks('gloo', 'cpu'))
+        s = resumed_after_restart(train.Settings(out_dir=str(tmp_path)), Ranks('gloo', 'cpu'))
         assert (s.init_from == 'resume') == resumed
     monkeypatch.setenv('TORCHELASTIC_RUN_ID', 'none')
     run_train(tmp_path, max_iters=2, eval_interval=2)

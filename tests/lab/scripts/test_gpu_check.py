@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import bench
 import configurator
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -25,7 +26,7 @@ def test_commands_are_sound(part, monkeypatch):
     assert commands
     for program, *args in commands:
         if program == 'bench.py':
-            configurator.parse('bench', args, echo=False)
+            configurator.parse(bench.Settings, args, echo=False)
         elif program != '-m':
             assert (ROOT / program).exists()
     if part == 'smoke':
