@@ -155,15 +155,6 @@ def _cut_long_words(texts: Iterable[str]) -> Iterator[str]:
               f'{n_cuts:,} places', file=sys.stderr)
 
 
-def bpe_of(tokenizer: str, texts: Iterable[str]) -> tuple[dict | None, Any]:
-    """Return the contents of meta.pkl and the tiktoken.Encoding of a --tokenizer: 'gpt2', which
-    needs no meta.pkl (None), or 'bpe:N', learned from `texts`."""
-    if tokenizer == 'gpt2':
-        return None, gpt2_encoding()
-    meta = learn_bpe(texts, int(tokenizer.removeprefix('bpe:')))
-    return meta, learned_encoding(meta['stoi'])
-
-
 def learned_encoding(stoi: dict[str, int]) -> Any:
     """Return the tiktoken.Encoding of a vocabulary that `learn_bpe` made. Raises UserError if it
     lacks a byte, or '<|endoftext|>', or has characters beyond Latin-1."""
