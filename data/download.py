@@ -12,21 +12,12 @@ import tempfile
 import urllib.request
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import Progress, ProgressColumn
-
 from config.errors import UserError
 from config.files import replacing
 
 TIMEOUT = 20.0  # seconds of silence from the server
 HUB_TIMEOUT = 5.0  # seconds until the Hugging Face hub answers
 PIP_TIMEOUT = 600.0  # seconds in total for pip
-
-
-def progress_bar(*columns: str | ProgressColumn) -> Progress:
-    """Return a progress bar on stderr, disabled unless that is a terminal."""
-    console = Console(stderr=True)
-    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
 
 
 def fetch(url: str, path: Path, sha256: str, hint: str = '') -> None:

@@ -8,12 +8,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from rich.progress import Progress
-
 from config.errors import UserError
 from data.bpe import learn_bpe
-from data.download import progress_bar
 from data.making.writer import TokenWriter
+from data.progress import tracked
 from data.tokenizer import alphabet_meta, load_tokenizer
 
 NAMED = 3  # how many of the skipped files are listed by name
@@ -164,9 +162,3 @@ def pieces(text: str, least: int = BLOCK, most: int = BLOCK) -> Iterator[str]:
     such a blank in the next `most` characters, it is cut after these."""
     pattern = r'(?s).{1,%d}(?:.{0,%d}?\S(?=[ \n])|.{0,%d})' % (least, most, most)
     return (match[0] for match in re.finditer(pattern, text))
-
-
-def tracked(items: list, description: str) -> Iterator:
-    """Iterate over `items` with a progress bar."""
-    with progress_bar(*Progress.get_default_columns()) as bar:
-        yield from bar.track(items, description=description)

@@ -17,10 +17,7 @@ LARGE = re.compile('size|dim|embd|rank|width|channel|inner|ffn|ff$|d_model|lengt
 
 def read_config(where: str) -> dict:
     """Return the contents of a config.json, given by its path, its folder, or the name of a model
-    on the hub (owner/name).
-
-    Raises:
-        UserError: if it is not found, cannot be fetched, or is no JSON object.
+    on the hub (owner/name). UserError: if it is not found, cannot be fetched, or is no JSON object.
     """
     path = Path(where)
     path = path / 'config.json' if path.is_dir() else path

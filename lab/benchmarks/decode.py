@@ -15,6 +15,7 @@ from engine.requests.sampler import most_likely
 from engine.steps.decode import fast_decode
 from lab.benchmarks import clock, setting
 from lab.benchmarks.bandwidth import Bandwidth, kv_read_per_step, most_sequences, weight_read_bytes
+from model import GPT
 
 
 class DecodeRound:
@@ -78,7 +79,8 @@ def compared_models(config, longest: int, s) -> dict:
     if s.against == 'vanilla_float32':
         plain = copy.copy(s)
         plain.given, plain.dtype, plain.weight_dtype = s.given, 'float32', 'auto'
-        models['vanilla float32'] = setting.build(setting.vanilla_config(config, longest), plain)
+        vanilla = GPT(setting.vanilla_config(config, longest))
+        models['vanilla float32'] = setting.prepared(vanilla, plain)
     elif s.against == 'float32_kv':
         models['float32 K/V'] = models['ours']
     return models
