@@ -97,15 +97,9 @@ def _import(name):
 
 def _download(model_type):
     _import('huggingface_hub')
-    repo = f'openai-community/{model_type}'
-    try:
-        paths = [from_hub(repo, name) for name in ('config.json', 'model.safetensors')]
-    except Exception as e:  # network libraries raise nearly anything
-        raise UserError(f'{repo} cannot be downloaded from the Hugging Face hub '
-                        f'({_reason(e.__cause__ or e)}): check the connection; or save the model '
-                        "elsewhere with transformers' save_pretrained, and give that folder "
-                        'instead') from e
-    return Path(paths[0]).parent
+    config, _ = (from_hub(f'openai-community/{model_type}', name)
+                 for name in ('config.json', 'model.safetensors'))
+    return config.parent
 
 
 def _reason(error):
