@@ -24,15 +24,15 @@ CORE_TOKENS = 15_660
 # number. These are the sizes of today; the aim is 24,000 lines without tests, 21,500 of tests.
 BUDGETS = {
     'train.py sample.py chat.py serve.py ablate.py bench.py': 953,
-    'lab/': 4_140,
+    'lab/': 4_139,
     'serving/': 1_305,
     'interop/': 1_600,
     'training/': 3_399,
     'extension/': 130,
     'engine/': 4_607,
     'attention/': 776,  # without the core, like kv/
-    'kv/': 1_164,
-    'data/': 2_130,
+    'kv/': 1_156,
+    'data/': 2_126,
     'config/ configurator.py': 1_957,
     'tests/': 21_694,
 }
