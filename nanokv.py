@@ -2,8 +2,8 @@
 
     python nanokv.py shakespeare.txt     # any text file; 1 to 2 minutes on 2 CPU cores
 
-It prints the loss in training (4.2 to about 1.9), 200 characters that the model writes, the bytes of
-its cache beside those of a GPT-2 of this shape, and how far its logits are from those without it.
+It prints the loss in training (4.2 to about 1.9), 200 characters that the model writes, the bytes
+of its cache beside those of a GPT-2 of this shape, and how far its logits are from those without.
 
 What is a KV cache? To write a token, a GPT attends to the keys and values (K and V) of all tokens
 before it, in every layer. nanoGPT recomputes them for each new token. But attention is causal, so
@@ -245,6 +245,6 @@ if __name__ == '__main__':
 
     nbytes = sum(slot.nbytes for slot in cache.slots)
     gpt2 = 2 * config.n_layer * config.n_embd * 200 * 4  # K and V; 4 bytes a number
-    print(f'cache: {nbytes:,} bytes; GPT-2 of this shape: {gpt2:,}, {gpt2 / nbytes:.1f} times as many')
+    print(f'cache: {nbytes:,} bytes; GPT-2 of this shape: {gpt2:,}, {gpt2 / nbytes:.1f} times that')
     difference = (cached - model(written[None, :-1])[0]).abs().max().item()
     print(f'logits differ from those without a cache by {difference:.0e}')

@@ -103,7 +103,7 @@ def test_it_trains_writes_200_characters_and_counts_bytes(tmp_path):
     assert first.startswith('step 0: loss 2.') and second.startswith('step 1: loss 1.')
     assert len(text) == 200 and set(text) <= set('abcdefgh')
     # the table of its docstring: 328 positions and 9,600; K and V, 32 numbers of 4 bytes
-    assert nbytes == 'cache: 83,968 bytes; GPT-2 of this shape: 2,457,600, 29.3 times as many'
+    assert nbytes == 'cache: 83,968 bytes; GPT-2 of this shape: 2,457,600, 29.3 times that'
     assert float(difference.split()[-1]) < 1e-4
 
 
