@@ -155,18 +155,10 @@ def _cut_long_words(texts: Iterable[str]) -> Iterator[str]:
               f'{n_cuts:,} places', file=sys.stderr)
 
 
-def bpe_of(tokenizer: str, texts: Iterable[str]) -> tuple[dict | None, Any]:
-    """Return the contents of meta.pkl and the tiktoken.Encoding of a --tokenizer: 'gpt2', which
-    needs no meta.pkl (None), or 'bpe:N', learned from `texts`."""
-    if tokenizer == 'gpt2':
-        return None, gpt2_encoding()
-    meta = learn_bpe(texts, int(tokenizer.removeprefix('bpe:')))
-    return meta, learned_encoding(meta['stoi'])
-
-
 def learned_encoding(stoi: dict[str, int]) -> Any:
-    """Return the tiktoken.Encoding of a vocabulary that `learn_bpe` made. Raises UserError if it
-    lacks a byte, or '<|endoftext|>', or has characters beyond Latin-1."""
+    """Return the tiktoken.Encoding of a vocabulary that `learn_bpe` made, of a meta.pkl without
+    `meta_problem` (tiktoken would panic). Raises UserError if it lacks a byte, or '<|endoftext|>',
+    or has characters beyond Latin-1."""
     import tiktoken
 
     try:
@@ -176,21 +168,10 @@ def learned_encoding(stoi: dict[str, int]) -> Any:
     except (UnicodeEncodeError, KeyError) as error:
         raise UserError(f'the tokens are no byte pair encoding: '
                         f'{type(error).__name__} for {shown(error.args[0])}') from None
-    check_ids(stoi)
     if lacking:
         raise UserError(f'the byte pair encoding lacks {len(lacking)} bytes, e.g. {lacking[0]}')
     return tiktoken.Encoding('learned', pat_str=PATTERN, mergeable_ranks=ranks,
                              special_tokens=special)
-
-
-def check_ids(stoi: dict[str, int]) -> None:
-    """Raise UserError if an id is not an int of 32 bits, or there twice: tiktoken would panic."""
-    for token, i in stoi.items():
-        if type(i) is not int or not 0 <= i < 2 ** 32:
-            raise UserError(f'the token {shown(token)} has the id {shown(i)}; allowed are whole '
-                            'numbers from 0 to 2**32-1')
-    if len(set(stoi.values())) < len(stoi):
-        raise UserError('two tokens have the same id')
 
 
 def encode_documents(encoding: Any, texts: Iterable[str]) -> np.ndarray:

@@ -6,7 +6,6 @@ A preparation writes the checksums to checksums.json. Programs check meta.pkl wh
 it, and a split of at most 256 MB whenever they open it. This program checks files of any size.
 """
 from config import startup  # noqa: F401  # isort: skip  (before torch is imported)
-import argparse
 import json
 import os
 import zlib
@@ -15,6 +14,7 @@ from pathlib import Path
 from config.errors import UserError
 from config.files import read_bytes
 from configurator import run_program
+from data.making.script import Arguments
 
 CHECKSUMS = 'checksums.json'
 MAX_JSON_BYTES = 2**20  # of checksums.json
@@ -76,8 +76,7 @@ def check_files(paths: list[Path]) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog='python -m data.check', description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__, prog='python -m data.check')
     parser.add_argument('name', metavar='NAME', help='folder under data/, or an absolute path')
     folder = Path(__file__).resolve().parent / parser.parse_args(argv).name
     known = read_checksums(folder)

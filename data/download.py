@@ -12,21 +12,12 @@ import tempfile
 import urllib.request
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import Progress, ProgressColumn
-
 from config.errors import UserError
 from config.files import replacing
 
 TIMEOUT = 20.0  # seconds of silence from the server
 HUB_TIMEOUT = 5.0  # seconds until the Hugging Face hub answers
 PIP_TIMEOUT = 600.0  # seconds in total for pip
-
-
-def progress_bar(*columns: str | ProgressColumn) -> Progress:
-    """Return a progress bar on stderr, disabled unless that is a terminal."""
-    console = Console(stderr=True)
-    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
 
 
 def fetch(url: str, path: Path, sha256: str, hint: str = '') -> None:
@@ -50,14 +41,21 @@ def fetch(url: str, path: Path, sha256: str, hint: str = '') -> None:
 
 def from_hub(repo: str, name: str) -> Path:
     """Return the path of a file of a model on the Hugging Face hub: in the hub's cache, or newly
-    downloaded. Raises the hub's errors, ImportError if its package is not installed."""
-    import huggingface_hub as hub
+    downloaded. Raises UserError if neither is possible."""
     try:
-        return Path(hub.hf_hub_download(repo, name, local_files_only=True))
-    except Exception:  # noqa: BLE001  they have no common base
+        import huggingface_hub as hub
+        with contextlib.suppress(Exception):  # they have no common base
+            return Path(hub.hf_hub_download(repo, name, local_files_only=True))
         # without a connection, `hf_hub_download` tries again for half a minute; this does not
         hub.get_hf_file_metadata(hub.hf_hub_url(repo, name), timeout=HUB_TIMEOUT)
         return Path(hub.hf_hub_download(repo, name))
+    except Exception as e:  # noqa: BLE001  not installed, offline, private, absent
+        error = e.__cause__ or e
+        reason = ' '.join(str(error).split())[:200]
+        raise UserError(f"{repo!r}: no such folder, and the hub's {name} cannot be fetched "
+                        f'({type(error).__name__}: {reason}): check the connection; or save the '
+                        "model elsewhere with transformers' save_pretrained, and give that folder "
+                        'instead') from e
 
 
 def check_hub(dataset: str) -> None:

@@ -2,8 +2,7 @@
 
 import codecs
 import functools
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -50,21 +49,6 @@ def alphabet_meta(characters: Iterable[str]) -> dict:
                         'allowed are 1 to 65,536 (or --tokenizer=gpt2)')
     itos = dict(enumerate(chars))
     return {'vocab_size': len(chars), 'itos': itos, 'stoi': {c: i for i, c in itos.items()}}
-
-
-def char_encoder(stoi: dict[str, int]) -> Callable[[str], np.ndarray]:
-    """Return a function: text -> ids (len(text),) uint16; UserError for unknown characters."""
-    table = np.full(sys.maxunicode + 1, -1, dtype=np.int32)
-    table[[ord(c) for c in stoi]] = list(stoi.values())
-
-    def encode(text: str) -> np.ndarray:
-        ids = table[np.frombuffer(text.encode('utf-32-le', 'surrogatepass'), dtype='<u4')]
-        if ids.min(initial=0) < 0:
-            raise UserError(f'character {text[ids.argmin()]!r} is not in the alphabet '
-                            f'of {len(stoi)} characters')
-        return ids.astype(np.uint16)
-
-    return encode
 
 
 class Tokenizer:

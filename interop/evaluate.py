@@ -14,18 +14,16 @@ from config import startup  # noqa: F401  # isort: skip  (before torch is import
 import itertools
 import json
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch.nn import functional as F
 
 import configurator
 from config.errors import UserError, at_least
 from config.schema import KV_DTYPES, Json, Running, Source, key
+from data.progress import tracked
 from interop.load import load, with_newest_run
 from training.evaluate import bits_per_byte, forward, through_cache
 
@@ -60,8 +58,7 @@ def total_nats(logits_of, ids: torch.Tensor, context: int, stride: int, batch_si
     for (_, scored), same_shape in itertools.groupby(windows, lambda w: (w[1] - w[0], w[2])):
         while batch := list(itertools.islice(same_shape, batch_size)):
             batches.append((batch, scored))
-    for batch, scored in track(batches, 'evaluating', console=Console(stderr=True),
-                               disable=not sys.stderr.isatty()):
+    for batch, scored in tracked(batches, 'evaluating'):
         rows = torch.stack([ids[begin:end + 1] for begin, end, _ in batch])
         logits, targets = logits_of(rows[:, :-1])[:, -scored:], rows[:, -scored:]
         for row, y in zip(logits, targets):  # a row at a time: float64 logits are large

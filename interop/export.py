@@ -10,7 +10,6 @@ trust_remote_code runs: read them. A vanilla model becomes a plain GPT2LMHeadMod
 such files.
 """
 from config import startup  # noqa: F401  # isort: skip  (before torch is imported)
-import argparse
 import shutil
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from config.errors import UserError
 from config.gpt_config import NANOGPT_FIELDS, GPTConfig, model_args, unknown_field
 from configurator import run_program
 from data.datasets import DATA_ROOT
+from data.making.script import Arguments
 from interop.huggingface import GELUS, TRANSPOSED, derived_keys
 from interop.load import tokenizer_of
 from interop.tokenizer_files import save_tokenizer
@@ -126,8 +126,7 @@ def export(source: Path, target: Path, dtype: str = 'float32', max_shard_size: s
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog='python -m interop.export', description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__, prog='python -m interop.export')
     add = parser.add_argument
     add('out_dir', help='folder of the checkpoint')
     add('dest', type=Path, help='folder to write')

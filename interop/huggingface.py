@@ -17,8 +17,8 @@ from config.schema import GPT2_FOLDER, GPT2_TYPES
 from data.download import from_hub
 from kv.plan import LOCAL, plan_kv
 from model import GPT
-from training.checkpoint import MASKS, check_dtype, config_of
-from training.load_model import check_layers
+from training.checkpoint import EMBEDDING, HEAD, MASKS, check_dtype, config_of, load_weights
+from training.load_model import check_weights
 
 TRANSPOSED = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight')
 GELUS = {'gelu_new': 'tanh', 'gelu_pytorch_tanh': 'tanh', 'gelu': 'exact'}
@@ -97,15 +97,9 @@ def _import(name):
 
 def _download(model_type):
     _import('huggingface_hub')
-    repo = f'openai-community/{model_type}'
-    try:
-        paths = [from_hub(repo, name) for name in ('config.json', 'model.safetensors')]
-    except Exception as e:  # network libraries raise nearly anything
-        raise UserError(f'{repo} cannot be downloaded from the Hugging Face hub '
-                        f'({_reason(e.__cause__ or e)}): check the connection; or save the model '
-                        "elsewhere with transformers' save_pretrained, and give that folder "
-                        'instead') from e
-    return Path(paths[0]).parent
+    config, _ = (from_hub(f'openai-community/{model_type}', name)
+                 for name in ('config.json', 'model.safetensors'))
+    return config.parent
 
 
 def _reason(error):
@@ -210,37 +204,20 @@ def _gpt2_config(raw, path):
 def _load(config, tensors, folder, untied, transposed):
     """Return the model with these tensors. untied: the file must have an lm_head.
     transposed: suffixes of the names of matrices stored with input rows first."""
-    check_layers(config, tensors, str(folder))
+    weights = {}
+    for name, x in tensors.items():
+        check_dtype(folder, name, x.dtype)
+        x = x.mT if name.endswith(transposed) and x.dim() > 1 else x
+        weights[name if name == HEAD else f'transformer.{name}'] = x
+    if not untied and EMBEDDING in weights:
+        weights.setdefault(HEAD, weights[EMBEDDING])
+    check_weights(config, {'model': weights}, folder)
     with torch.device('meta'):  # allocates nothing and uses no random numbers
         model = GPT(config)
-    wanted = {name.removeprefix('transformer.'): p for name, p in model.named_parameters()}
-    _check_tensors(wanted, tensors, folder, untied, transposed)
     model.to_empty(device='cpu')
     model.transformer.wte.weight = model.lm_head.weight  # to_empty unties the two
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            x = tensors[name.removeprefix('transformer.')]
-            p.copy_(x.t() if name.endswith(transposed) else x)
-    head = tensors.get('lm_head.weight')
-    if head is not None and not torch.equal(head.float(), model.lm_head.weight):
+    load_weights(model, {'model': weights}, folder)
+    if not torch.equal(weights[HEAD].float(), weights[EMBEDDING].float()):
         raise UserError(f'{folder}: lm_head.weight differs from wte.weight; this model has one '
                         'matrix for both (tie_word_embeddings)')
     return model
-
-
-def _check_tensors(wanted, tensors, folder, untied, transposed):
-    """Check names, shapes and dtypes before anything large is allocated."""
-    head = {'lm_head.weight'}
-    lacking = (wanted.keys() | head if untied else wanted.keys()) - tensors.keys()
-    for problem, names in (('lack', lacking),
-                           ('have unknown', tensors.keys() - wanted.keys() - head)):
-        if names:
-            raise UserError(f'the weights in {folder} {problem} {sorted(names)[0]} ({len(names)} '
-                            'such in all): they are not those of the model in its config.json')
-    for name, x in tensors.items():
-        shape = tuple(x.shape)
-        expected = tuple(wanted['wte.weight' if name in head else name].shape)
-        expected = expected[::-1] if name.endswith(transposed) else expected
-        if shape != expected:
-            raise UserError(f'{folder}: {name} is {shape}, config.json says {expected}')
-        check_dtype(folder, name, x.dtype)

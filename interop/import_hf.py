@@ -8,12 +8,12 @@ Weights exported in float32 come back bit for bit. The checkpoint is at iteratio
 optimizer state.
 """
 from config import startup  # noqa: F401  # isort: skip  (before torch is imported)
-import argparse
 import dataclasses
 from pathlib import Path
 
 import configurator
 from config.errors import UserError
+from data.making.script import Arguments
 from interop.convert import new_checkpoint
 from interop.huggingface import from_pretrained, noted_source, read_json
 from training.checkpoint_manager import CheckpointManager
@@ -29,8 +29,7 @@ def checkpoint_of(folder: Path) -> dict:
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog='python -m interop.import_hf', description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__, prog='python -m interop.import_hf')
     parser.add_argument('folder', type=Path, help='with config.json and safetensors')
     parser.add_argument('out_dir', type=Path, help='folder for the ckpt.pt')
     args = parser.parse_args(argv)

@@ -2,8 +2,9 @@
 from pathlib import Path
 
 from config.errors import UserError
-from data.bpe import END_OF_TEXT, byte_letters, check_ids, learned_encoding
-from data.tokenizer import BPETokenizer, CharTokenizer
+from data.bpe import END_OF_TEXT, byte_letters
+from data.tokenfiles import meta_problem
+from data.tokenizer import BPETokenizer, CharTokenizer, load_tokenizer
 from interop.huggingface import read_json
 
 
@@ -46,9 +47,7 @@ def _tokenizer_of(document: dict) -> CharTokenizer | BPETokenizer | None:
     if not isinstance(stoi, dict) or not all(type(i) is int for i in stoi.values()):
         return None
     if model.get('type') == 'WordLevel' and all(len(c) == 1 for c in stoi):
-        check_ids(stoi)
-        return CharTokenizer(stoi, {i: c for c, i in stoi.items()},
-                             max(stoi.values(), default=0) + 1)
+        return _checked({'stoi': stoi})
     letters = {letter: chr(byte) for byte, letter in byte_letters().items()}
     ours = model.get('type') == 'BPE' and letters.keys() >= set(''.join(stoi))
     added = document.get('added_tokens')
@@ -57,7 +56,16 @@ def _tokenizer_of(document: dict) -> CharTokenizer | BPETokenizer | None:
     if not ours or len(stoi) >= 50256 or not ends:
         return None
     stoi = {''.join(letters[c] for c in token): i for token, i in stoi.items()}
-    return BPETokenizer(learned_encoding(stoi | {END_OF_TEXT: ends[-1]}))
+    return _checked({'stoi': stoi | {END_OF_TEXT: ends[-1]}, 'tokenizer': 'bpe'})
+
+
+def _checked(meta: dict) -> CharTokenizer | BPETokenizer:
+    """The tokenizer of a meta.pkl with this `stoi`. UserError: if its ids are not valid."""
+    itos = {i: token for token, i in meta['stoi'].items() if type(i) is int}
+    meta |= {'itos': itos, 'vocab_size': max(itos, default=0) + 1, 'dtype': 'uint32'}
+    if problem := meta_problem(meta):
+        raise UserError(problem)
+    return load_tokenizer(meta)
 
 
 def characters(stoi: dict[str, int]):

@@ -23,16 +23,17 @@ CORE_TOKENS = 15_660
 # The largest number of lines of Python in each room. A change that makes a room smaller lowers its
 # number. These are the sizes of today; the aim is 24,000 lines without tests, 21,500 of tests.
 BUDGETS = {
+    'nanokv.py': 250,
     'train.py sample.py chat.py serve.py ablate.py bench.py': 953,
-    'lab/': 4_164,
+    'lab/': 4_139,
     'serving/': 1_305,
-    'interop/': 1_620,
+    'interop/': 1_600,
     'training/': 3_399,
     'extension/': 130,
     'engine/': 4_607,
     'attention/': 776,  # without the core, like kv/
-    'kv/': 1_170,
-    'data/': 2_188,
+    'kv/': 1_156,
+    'data/': 2_126,
     'config/ configurator.py': 1_957,
     'tests/': 21_694,
 }
@@ -43,7 +44,8 @@ ORDER = ['programs', 'lab', 'serving', 'interop', 'training',
          'engine.text', 'engine.engine', 'engine.steps', 'engine.prefix', 'engine.requests',
          'engine.weights', 'engine.pages', 'engine.native', 'engine',
          'generate', 'model', 'kv', 'attention', 'data', 'configurator', 'extension', 'config']
-PROGRAMS = {'train', 'sample', 'chat', 'serve', 'ablate', 'bench', 'kv.__main__'}
+PROGRAMS = {'train', 'sample', 'chat', 'serve', 'ablate', 'bench', 'nanokv',
+            'kv.__main__'}
 # the thin methods of GPT that nanoGPT's API requires
 METHODS = {('model', 'interop.huggingface'), ('model', 'generate'), ('model', 'training.optim'),
            ('model', 'training.flops'), ('model', 'training.adapt')}

@@ -1,4 +1,4 @@
-"""The command line of the prepare.py scripts, whose errors are one line."""
+"""The command lines of the prepare.py scripts and of others, whose errors are one line."""
 
 import argparse
 import re
@@ -13,8 +13,8 @@ class Arguments(argparse.ArgumentParser):
     """A script's command line: --help prints its docstring `doc`, bad input raises UserError.
     script: its `__file__`, whose folder is the default of --out; '' = no --out."""
 
-    def __init__(self, doc: str, script: str = ''):
-        super().__init__(description=doc, allow_abbrev=False,
+    def __init__(self, doc: str, script: str = '', prog: str | None = None):
+        super().__init__(prog, description=doc, allow_abbrev=False,
                          formatter_class=argparse.RawDescriptionHelpFormatter)
         if script:
             self.add_argument('--out', type=Path, metavar='DIR',

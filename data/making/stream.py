@@ -19,9 +19,10 @@ from rich.progress import TimeElapsedColumn
 
 from config.errors import UserError
 from data.bpe import encode_documents, gpt2_encoding, valid_text
-from data.download import check_hub, progress_bar
+from data.download import check_hub
 from data.making.script import Arguments, fraction, whole
 from data.making.writer import TokenWriter
+from data.progress import progress_bar
 
 BATCH = 1 << 20  # characters that a thread encodes at a time
 

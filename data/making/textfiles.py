@@ -6,19 +6,16 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
-import numpy as np
-from rich.progress import Progress
-
 from config.errors import UserError
-from data.bpe import bpe_of, encode_text
-from data.download import progress_bar
+from data.bpe import learn_bpe
 from data.making.writer import TokenWriter
-from data.tokenizer import alphabet_meta, char_encoder
+from data.progress import tracked
+from data.tokenizer import alphabet_meta, load_tokenizer
 
 NAMED = 3  # how many of the skipped files are listed by name
+MOST_SHOWN = 1000  # characters of an alphabet
 BLOCK = 1 << 20  # characters encoded, or learned from, at a time
 ENOUGH = 0.5  # fraction of val's share that entire files must reach
 FEWEST = 2  # characters per split: an input and its target
@@ -134,29 +131,28 @@ def split(texts: list[str], share: float) -> dict[str, list[str]]:
     return splits
 
 
-def prepare(folder: Path, splits: dict[str, list[str]], tokenizer: str,
+def prepare(folder: Path, splits: dict[str, list[str]], name: str,
             several: bool) -> dict[str, int]:
     """Write the dataset, and return the number of tokens of each split. Prints nanoGPT's lines.
-    tokenizer: see data/text/prepare.py. several: texts end with a token, or with empty lines."""
-    texts = [(name, text) for name, part in splits.items() for text in part]
+    name: the tokenizer's, see data/text/prepare.py. several: texts end with its token for that."""
+    texts = [(split, text) for split, part in splits.items() for text in part]
     print(f'length of dataset in characters: {sum(len(text) for _, text in texts):,}')
-    if tokenizer == 'char':
-        if several:  # two empty lines
-            texts = [(name, text.removesuffix('\n') + '\n\n\n') for name, text in texts]
+    meta = None  # GPT-2's
+    if name == 'char':
         meta = alphabet_meta(set().union(*(text for _, text in texts)))
-        encode = char_encoder(meta['stoi'])
-    else:
+        print(f'all the unique characters: {"".join(meta["stoi"])[:MOST_SHOWN]!r}')
+    elif name != 'gpt2':
         train = tracked(splits['train'], 'learning tokens')
-        meta, encoding = bpe_of(tokenizer, (piece for text in train for piece in pieces(text)))
-        encode = partial(encode_text, encoding)
-    if meta:
-        print(f'vocab size: {meta["vocab_size"]:,}')
+        meta = learn_bpe((piece for text in train for piece in pieces(text)),
+                         int(name.removeprefix('bpe:')))
+    tokenizer = load_tokenizer(meta)
+    print(f'vocab size: {tokenizer.vocab_size:,}')
     with TokenWriter(folder, meta) as out:
-        for name, text in tracked(texts, 'writing'):
+        for split, text in tracked(texts, 'writing'):
             for piece in pieces(text):
-                out.add(name, encode(piece))
-            if several and tokenizer != 'char':
-                out.add(name, np.array([encoding.eot_token]))
+                out.add(split, tokenizer.encode(piece, special=False))
+            if several and tokenizer.end_of_text is not None:
+                out.add(split, [tokenizer.end_of_text])
     return out.tokens
 
 
@@ -166,9 +162,3 @@ def pieces(text: str, least: int = BLOCK, most: int = BLOCK) -> Iterator[str]:
     such a blank in the next `most` characters, it is cut after these."""
     pattern = r'(?s).{1,%d}(?:.{0,%d}?\S(?=[ \n])|.{0,%d})' % (least, most, most)
     return (match[0] for match in re.finditer(pattern, text))
-
-
-def tracked(items: list, description: str) -> Iterator:
-    """Iterate over `items` with a progress bar."""
-    with progress_bar(*Progress.get_default_columns()) as bar:
-        yield from bar.track(items, description=description)

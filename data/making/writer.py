@@ -11,7 +11,7 @@ import pickle
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,16 +24,6 @@ from data.tokenfiles import MAX_ID, dtype_of, meta_problem, split_files
 
 NEW = '.new.tmp'
 MARKERS = ('train.bin', 'train_00000.bin')
-
-
-def write_dataset(folder: Path, splits: dict[str, np.ndarray], meta: dict | None) -> None:
-    """Write the splits, {'train': 1-D array of token ids, ...}, and meta.pkl unless `meta` is None,
-    and print their sizes. Raises UserError like TokenWriter, and for an empty split."""
-    with TokenWriter(folder, meta) as out:
-        for name, ids in splits.items():
-            if np.size(ids) == 0:
-                raise UserError(f'split {name!r} is empty; allowed is at least one token id')
-            out.add(name, ids)
 
 
 class TokenWriter:
@@ -49,7 +39,8 @@ class TokenWriter:
 
     The folder is locked inside the `with` block. A normal exit replaces the older dataset and
     prints the sizes of the splits; an exception keeps the older one, and removes the new files.
-    Raises UserError for invalid meta or ids, no train tokens, or a folder that is not writable.
+    Raises UserError for invalid meta or ids, a split without tokens, or a folder that is not
+    writable.
     """
 
     def __init__(self, folder: Path, meta: dict | None = None, shard_tokens: int = 0):
@@ -62,8 +53,8 @@ class TokenWriter:
         self._new = self.folder / NEW
         self._open: dict[str, BinaryIO] = {}  # split -> file being written
 
-    def add(self, split: str, ids: np.ndarray) -> None:
-        """Append `ids`, a 1-D array of integers below the vocabulary size, to a split."""
+    def add(self, split: str, ids: Sequence[int]) -> None:
+        """Append `ids`, a 1-D array or list of integers below the vocabulary size, to a split."""
         ids = np.asarray(ids)
         if ids.ndim != 1 or not (np.issubdtype(ids.dtype, np.integer) or ids.size == 0):
             raise UserError(f'split {split!r} has shape {ids.shape} and dtype {ids.dtype}; '
@@ -72,6 +63,7 @@ class TokenWriter:
         if bad.size:
             raise UserError(f'{split!r} has token id {bad[0]}; allowed are 0 to {self.max_id}')
         ids = ids.astype(self.dtype, copy=False)
+        self.tokens.setdefault(split, 0)
         sharded = self.shard_tokens and split == 'train'
         size = self.shard_tokens if sharded else sys.maxsize  # tokens in a file
         with write_errors(self.folder):
@@ -115,8 +107,10 @@ class TokenWriter:
 
     def _publish(self) -> None:
         """Complete the new dataset, and replace the older one by it."""
-        if not self.tokens['train']:
-            raise UserError(f'no train tokens for {str(self.folder)!r}; allowed is at least one')
+        for split in ('train', *self.tokens):
+            if not self.tokens[split]:
+                raise UserError(f'no {split} tokens for {str(self.folder)!r}; allowed is at least '
+                                'one')
         for file in self._open.values():
             file.close()
         if self.meta is not None:

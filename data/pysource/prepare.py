@@ -26,10 +26,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run from anywhere
 
 from configurator import run_program
-from data.bpe import bpe_of, encode_documents
 from data.download import pip_download, read_checked
 from data.making.script import Arguments
-from data.making.writer import write_dataset
+from data.making.textfiles import prepare
 
 PACKAGES = Path(__file__).with_name('packages.txt')
 REQUIREMENT = re.compile(r'(\S+)==(\S+) --hash=sha256:(\w{64})')
@@ -53,10 +52,7 @@ def main(argv: list[str] | None = None) -> None:
         splits = read_packages(args.wheels or Path(tmp))
     for name, texts in splits.items():
         print(f'{name}: {len(texts):,} files, {sum(map(len, texts)):,} characters')
-    meta, encoding = bpe_of(args.tokenizer, splits['train'])
-    print(f'vocab size: {encoding.n_vocab:,}')
-    write_dataset(args.out, {name: encode_documents(encoding, texts)
-                             for name, texts in splits.items()}, meta)
+    prepare(args.out, splits, args.tokenizer, several=True)
 
 
 def read_packages(folder: Path) -> dict[str, list[str]]:

@@ -9,19 +9,15 @@ the vocabulary is 65.
 
 import os
 import sys
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run from anywhere
 
 from config.errors import UserError
 from configurator import run_program
-from data.bpe import bpe_of, encode_text
 from data.download import fetch
+from data.making import textfiles
 from data.making.script import Arguments
-from data.making.textfiles import read_text
-from data.making.writer import write_dataset
-from data.tokenizer import alphabet_meta, char_encoder
 
 URL = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
 SHA256 = '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed'
@@ -34,7 +30,7 @@ def main(argv: list[str] | None = None) -> None:
 def prepare(doc: str, script: str, argv: list[str] | None, tokenizer: str) -> None:
     """Run the main function of a prepare.py, given its docstring and `__file__`. Only the download
     is verified (sha256). The split is nanoGPT's: the first 90% of the characters are train, the
-    rest val. tokenizer: 'char', with nanoGPT's messages, or 'gpt2'."""
+    rest val. tokenizer: 'char' or 'gpt2'."""
     parser = Arguments(doc, script)
     parser.add_argument('--input', type=Path, metavar='FILE',
                         help='the text, instead of the download')
@@ -43,21 +39,13 @@ def prepare(doc: str, script: str, argv: list[str] | None, tokenizer: str) -> No
     if not args.input and not os.path.isfile(path):
         fetch(URL, path, SHA256, 'give the file, or any other text: python '
               f'data/{Path(script).resolve().parent.name}/prepare.py --input=FILE')
-    text = read_text(path)
+    text = textfiles.read_text(path)
     if len(text) < 20:
         raise UserError(f'{str(path)!r} has {len(text)} characters; '
                         'allowed are at least 20, to train on and to validate')
-    if tokenizer == 'char':
-        meta = alphabet_meta(text)
-        print(f'length of dataset in characters: {len(text):,}')
-        print('all the unique characters:', ''.join(meta['stoi']))
-        print(f'vocab size: {meta["vocab_size"]:,}')
-        encode = char_encoder(meta['stoi'])
-    else:
-        meta, encoding = bpe_of(tokenizer, [text])
-        encode = partial(encode_text, encoding)
     cut = int(len(text) * 0.9)
-    write_dataset(args.out, {'train': encode(text[:cut]), 'val': encode(text[cut:])}, meta)
+    textfiles.prepare(args.out, {'train': [text[:cut]], 'val': [text[cut:]]}, tokenizer,
+                      several=False)
 
 
 if __name__ == '__main__':

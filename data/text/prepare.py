@@ -53,7 +53,11 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     folder = check_name(args.name, DATA_ROOT, args.overwrite)
     texts = read_texts(find_files(args.input, args.glob))
-    tokens = prepare(folder, split(texts, args.val), args.tokenizer, several=len(texts) > 1)
+    splits = split(texts, args.val)
+    if args.tokenizer == 'char' and len(texts) > 1:  # two empty lines
+        splits = {name: [text.removesuffix('\n') + '\n\n\n' for text in part]
+                  for name, part in splits.items()}
+    tokens = prepare(folder, splits, args.tokenizer, several=len(texts) > 1)
     flags = '' if args.name == 'text' else f' --dataset={args.name} --out_dir=out-{args.name}'
     advice = ''
     block_size = parse(Model, [CONFIG], echo=False).block_size

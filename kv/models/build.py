@@ -52,11 +52,8 @@ class WithoutData(TorchDispatchMode):
 
 
 def memory_of(given: dict) -> Memory:
-    """The memory of a model, by the contents of its config.json.
-
-    Raises:
-        UserError: if transformers does not know it, cannot build or run it, or it has no cache.
-    """
+    """The memory of a model, by the contents of its config.json. UserError: if transformers does
+    not know it, cannot build or run it, or it has no cache."""
     with _refused(f"transformers does not know model_type={given.get('model_type')!r}"):
         cls = transformers.CONFIG_MAPPING[given['model_type']]
     with _refused(f"this config is not valid for transformers' {cls.__name__}"):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from config.errors import UserError, shown
 from config.files import read_json
+from data.download import from_hub
 
 # where a model of several parts has its text model
 TEXT = ('text_config', 'language_config', 'llm_config', 'thinker_config', 'decoder')
@@ -17,15 +18,14 @@ LARGE = re.compile('size|dim|embd|rank|width|channel|inner|ffn|ff$|d_model|lengt
 
 def read_config(where: str) -> dict:
     """Return the contents of a config.json, given by its path, its folder, or the name of a model
-    on the hub (owner/name).
-
-    Raises:
-        UserError: if it is not found, cannot be fetched, or is no JSON object.
+    on the hub (owner/name). UserError: if it is not found, cannot be fetched, or is no JSON object.
     """
     path = Path(where)
     path = path / 'config.json' if path.is_dir() else path
     if not path.exists():
-        path = _from_hub(where)
+        if where.count('/') != 1 or where.startswith(('.', '/')) or where.endswith('.json'):
+            raise UserError(f'{where!r}: no such folder or config.json')
+        path = from_hub(where, 'config.json')
     try:
         config = read_json(path)
     except (OSError, ValueError) as e:
@@ -33,17 +33,6 @@ def read_config(where: str) -> dict:
     if not isinstance(config, dict):
         raise UserError(f'{path} is not a config: it holds {type(config).__name__}, not an object')
     return config
-
-
-def _from_hub(name: str) -> Path:
-    if name.count('/') != 1 or name.startswith(('.', '/')) or name.endswith('.json'):
-        raise UserError(f'{name!r}: no such folder or config.json')
-    try:
-        from data.download import from_hub
-        return from_hub(name, 'config.json')
-    except Exception as e:  # not installed, offline, private, absent
-        raise UserError(f"{name!r}: no such folder, and the hub's config.json cannot be fetched: "
-                        f"{' '.join(str(e).split())[:200]}") from e
 
 
 def text_of(config: dict) -> dict:

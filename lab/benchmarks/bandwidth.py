@@ -39,10 +39,7 @@ def weight_read_bytes(model, batch: int) -> int:
 
 def most_sequences(plan: KVPlan, budget: int, max_seq_len: int, kv_dtype: str) -> dict:
     """The largest batch whose cache for `max_seq_len` tokens takes at most `budget` bytes.
-
-    Raises:
-        UserError: if not even one sequence fits.
-    """
+    UserError: if not even one sequence fits."""
     one = plan.nbytes(1, max_seq_len, kv_dtype)
     fit = budget // one
     if not fit:

@@ -1,11 +1,8 @@
 """Interleaved timing (A B C, A B C, ...), so that a slowdown of the machine affects every side."""
 import statistics
-import sys
 import time
 
-from rich.console import Console
-from rich.progress import track
-
+from data.progress import tracked
 from training.device import synchronize
 
 now = time.perf_counter  # seconds
@@ -20,12 +17,6 @@ def seconds(device, work) -> float:
     return now() - start
 
 
-def progress(items, title: str):
-    """Iterate over `items` with a progress bar on stderr, if stderr is a terminal."""
-    return track(items, title, console=Console(stderr=True), transient=True,
-                 disable=not sys.stderr.isatty())
-
-
 def alternate(sides: dict, rounds: int, title: str, inputs=None) -> dict[str, list]:
     """Return name -> results of `rounds` calls of each side, after one discarded warm-up round.
 
@@ -33,7 +24,7 @@ def alternate(sides: dict, rounds: int, title: str, inputs=None) -> dict[str, li
     1 + rounds; every round calls all of them in this order. title: label of the progress bar.
     """
     results = {name: [] for name in sides}
-    for k in progress(range(1 + rounds), title):
+    for k in tracked(range(1 + rounds), title):
         for name, run in sides.items():
             result = run(inputs[k]) if inputs else run()
             if k:

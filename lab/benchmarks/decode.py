@@ -15,6 +15,7 @@ from engine.requests.sampler import most_likely
 from engine.steps.decode import fast_decode
 from lab.benchmarks import clock, setting
 from lab.benchmarks.bandwidth import Bandwidth, kv_read_per_step, most_sequences, weight_read_bytes
+from model import GPT
 
 
 class DecodeRound:
@@ -77,7 +78,8 @@ def compared_models(config, longest: int, s) -> dict:
     models = setting.compared(config, longest, s)
     if s.against == 'vanilla_float32':
         plain = dataclasses.replace(s, dtype='float32', weight_dtype='auto')
-        models['vanilla float32'] = setting.build(setting.vanilla_config(config, longest), plain)
+        vanilla = GPT(setting.vanilla_config(config, longest))
+        models['vanilla float32'] = setting.prepared(vanilla, plain)
     elif s.against == 'float32_kv':
         models['float32 K/V'] = models['ours']
     return models

@@ -5,13 +5,13 @@ import sys
 from pathlib import Path
 
 from config.errors import UserError
-from config.gpt_config import NANOGPT_FIELDS, GPTConfig
+from config.gpt_config import NANOGPT_FIELDS, GPTConfig, model_args
 
 
 def check_vanilla(config: GPTConfig) -> None:
     """Raise UserError if nanoGPT does not support the model."""
-    wrong = [f'{name}={value!r}' for name, value in vars(config).items()
-             if name not in NANOGPT_FIELDS and value != getattr(GPTConfig, name)]
+    wrong = [f'{name}={value!r}' for name, value in model_args(config).items()
+             if name not in NANOGPT_FIELDS]
     if wrong:
         raise UserError("against='nanogpt' runs both with the same weights, so the model must be "
                         f"vanilla GPT-2, without {', '.join(wrong)}")

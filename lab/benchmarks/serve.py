@@ -18,6 +18,7 @@ from engine.requests.params import SamplingParams
 from engine.requests.scheduler import Scheduler
 from engine.weights.quantized import QuantizedLinear
 from lab.benchmarks import clock, setting
+from model import GPT
 
 TOLERANCE = 1e-4  # for float32 logits: a larger difference is not due to rounding
 
@@ -58,7 +59,7 @@ def run(s, data_root: Path) -> dict:
     """The document with all cells."""
     lengths = output_lengths(s)
     shapes, config = setting.begin(s, data_root, prefill_chunk=0)
-    model = setting.build(config, s)
+    model = setting.prepared(GPT(config), s)
     cells = []
     for context, rows in shapes:
         used = min(rows, len(lengths))
@@ -113,11 +114,8 @@ def measure(results: dict[str, list[Served]], tokens: int) -> dict:
 def same_texts(model, prompts, ours, theirs, name) -> dict:
     """Count the requests with equal tokens. Where two texts first differ, the top two logits must
     be within TOLERANCE, so that rounding may decide between them. In bfloat16 and float16, and with
-    quantized weights, rounding is coarser, and texts are only counted.
-
-    Raises:
-        UserError: if texts differ by more than rounding.
-    """
+    quantized weights, rounding is coarser, and texts are only counted. UserError: if texts differ
+    by more than rounding."""
     checked = (model.dtype in (torch.float32, torch.float64) and
                not any(isinstance(m, QuantizedLinear) for m in model.modules()))
     unequal = [n for n, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b]

@@ -47,11 +47,8 @@ def compiles(s) -> bool:
 
 
 def numbers(name: str, text: str, least: int = 1) -> list[int]:
-    """'1,4,16' -> [1, 4, 16]; the brackets of Python lists and tuples are accepted too.
-
-    Raises:
-        UserError: if these are not integers, a number is below `least`, or one is given twice.
-    """
+    """'1,4,16' -> [1, 4, 16]; the brackets of Python lists and tuples are accepted too. UserError:
+    if these are not integers, a number is below `least`, or one is given twice."""
     try:
         values = [int(piece) for piece in text.strip('[]() ,').split(',')]
     except ValueError:
@@ -63,14 +60,10 @@ def numbers(name: str, text: str, least: int = 1) -> list[int]:
 
 
 def begin(s, data_root: Path, **least: int):
-    """Check what all modes share, and seed the random numbers.
+    """Check what all modes share, and seed the random numbers. Returns (context, batch size) of
+    every cell, batch sizes innermost, and the model's config. UserError: if settings are invalid.
 
-    least: smallest values of other settings.
-    Returns:
-        (context, batch size) of every cell, batch sizes innermost, and the model's config.
-    Raises:
-        UserError: if settings are invalid.
-    """
+    least: smallest values of other settings."""
     at_least(s, repeats=MIN_REPEATS, **least)
     contexts, batches = numbers('contexts', s.contexts), numbers('batch_sizes', s.batch_sizes)
     torch.manual_seed(s.seed)
@@ -93,14 +86,10 @@ def vanilla_config(config: GPTConfig, longest: int) -> GPTConfig:
 
 def compared(config: GPTConfig, longest: int, s, parameters: torch.dtype | None = None) -> dict:
     """Return name -> model: ours, and the baseline with against='vanilla'."""
-    models = {'ours': build(config, s, parameters)}
+    models = {'ours': prepared(GPT(config), s, parameters)}
     if s.against == 'vanilla':
-        models['vanilla'] = build(vanilla_config(config, longest), s, parameters)
+        models['vanilla'] = prepared(GPT(vanilla_config(config, longest)), s, parameters)
     return models
-
-
-def build(config: GPTConfig, s, parameters: torch.dtype | None = None) -> GPT:
-    return prepared(GPT(config), s, parameters)
 
 
 def prepared(model: GPT, s, parameters: torch.dtype | None = None) -> GPT:

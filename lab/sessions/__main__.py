@@ -5,12 +5,12 @@
 
 The last line is JSON. lab/sessions/README.md says what the traces are.
 """
-import argparse
 import json
 import sys
 
 from config.errors import UserError
 from configurator import run_program
+from data.making.script import Arguments
 from kv.console import output
 from lab.benchmarks.setting import processor
 from lab.sessions.client import Client
@@ -41,8 +41,7 @@ def table(found: dict) -> Table:
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog='python -m lab.sessions', description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__, prog='python -m lab.sessions')
     add = parser.add_argument
     add('trace')
     add('--url', required=True, help="a server with OpenAI's interface; its key: OPENAI_API_KEY")

@@ -12,8 +12,8 @@ import time
 import numpy as np
 
 from config.errors import UserError
+from data.progress import tracked
 from engine.prefix.blocks import common_tokens
-from lab.benchmarks import clock
 from lab.sessions.client import Answer, Client, Failed
 from lab.sessions.trace import Trace
 
@@ -70,7 +70,7 @@ class Replay:
         for _ in range(min(self.users or len(in_order), len(in_order))):
             # a daemon: an interrupted replay does not wait for replies
             threading.Thread(target=user, daemon=True).start()
-        for _ in clock.progress(range(sum(map(len, sessions))), self.trace.name):
+        for _ in tracked(range(sum(map(len, sessions))), self.trace.name):
             answer = done.get()
             if isinstance(answer, Exception):
                 raise answer

@@ -1,7 +1,7 @@
 """Tests of data/ use no network and no user cache; a tiny encoding replaces GPT-2's."""
-
 import base64
 import importlib.util
+import json
 import urllib.error
 import urllib.request
 
@@ -11,6 +11,7 @@ import tiktoken
 from config.errors import UserError
 from data import bpe
 from data.datasets import DATA_ROOT
+from tests.data.support import DOCUMENTS, contents
 
 
 @pytest.fixture(autouse=True)
@@ -53,3 +54,23 @@ def load_prepare():
         spec.loader.exec_module(module)
         return module
     return load
+
+
+@pytest.fixture
+def dump(tmp_path):
+    """A dump of 400 documents."""
+    path = tmp_path / 'dump.jsonl'
+    path.write_text(''.join(json.dumps({'text': text, 'id': i}) + '\n'
+                            for i, text in enumerate(DOCUMENTS)))
+    return path
+
+
+@pytest.fixture
+def run(load_prepare, tiny, dump, tmp_path):
+    """Return a function that prepares the dataset with given options: {file: bytes}."""
+    def run(*argv, name='openwebtext', source=dump):
+        out = tmp_path / 'out'
+        given = ['--from', str(source)] if source else []
+        load_prepare(name).main([*given, f'--out={out}', '--workers=1', '--val=0.1', *argv])
+        return contents(out)
+    return run

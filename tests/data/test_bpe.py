@@ -1,16 +1,22 @@
-"""A BPE learned from a text: valid for nanoGPT's meta.pkl, exact, and only of the training text."""
+"""A BPE learned from a text: valid for nanoGPT's meta.pkl, exact, and only of the training text.
+GPT-2's vocabulary, from the cache, tiktoken or pip, with fake ranks and no network."""
+import hashlib
+import threading
 
 import numpy as np
 import pytest
+import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
 
 from config.errors import UserError
-from data.bpe import END_OF_TEXT, encode_text, learn_bpe, learned_encoding
+from data import bpe
+from data.bpe import (
+    END_OF_TEXT, cache_folder, encode_text, gpt2_encoding, learn_bpe, learned_encoding)
 from data.tokenfiles import TokenSplit, meta_problem
-from data.tokenizer import (BPETokenizer, alphabet_meta, bytes_per_token, char_encoder,
-                            load_tokenizer)
+from data.tokenizer import BPETokenizer, alphabet_meta, bytes_per_token, load_tokenizer
 from interop.tokenizer_files import save_tokenizer, tokenizer_in
+from tests.data.support import tar_gz
 
 TEXT = ('The cat that sat there thought of the other thing, then of others; café, 你好.\n\n' * 5
         + 'MACBETH. Is this a dagger which I see before me, the handle toward my hand?\n')
@@ -88,10 +94,57 @@ def test_a_large_alphabet_fits_uint16():
     *((lambda stoi=stoi: learned_encoding(stoi), 'byte pair encoding') for stoi in (
         {chr(b): b for b in range(256)}, {chr(b): b for b in range(1, 256)} | {END_OF_TEXT: 0},
         {chr(b): b for b in range(257)} | {END_OF_TEXT: 257})),
-    *((lambda text=text: char_encoder(alphabet_meta('ab🙂')['stoi'])(text),
-       'not in the alphabet of 3') for text in ('c', 'ac', '\U0010ffff', '\0', '\ud800')),
     (lambda: alphabet_meta(map(chr, range(65537))), '65,537 different'),
     (lambda: alphabet_meta(''), '0 different')])
 def test_what_is_refused(call, words):
     with pytest.raises(UserError, match=words):
         call()
+
+
+# -- GPT-2's vocabulary
+
+@pytest.fixture
+def source(monkeypatch, tiny_ranks):
+    """Serve an sdist with the tiny ranks and expect its hashes; return the list of fetches."""
+    sdist = tar_gz({'openai_whisper-1/whisper/assets/multilingual.tiktoken': b'other',
+                    'openai_whisper-1/whisper/assets/gpt2.tiktoken': tiny_ranks})
+    fetched = []
+    monkeypatch.setattr(bpe, 'RANKS_SHA256', hashlib.sha256(tiny_ranks).hexdigest())
+    monkeypatch.setattr(bpe, 'fetch_sdist', lambda *args: fetched.append(args) or sdist)
+    return fetched
+
+
+def test_the_other_source_of_gpt2s_is_fetched_once_and_cached(source, tiny_ranks, capsys):
+    encoding = gpt2_encoding()
+    assert encoding.n_vocab == 261 and encoding.eot_token == 260
+    assert encoding.encode_ordinary('the  the\n\n') == [ord('t'), 256, ord(' '), 258, 259]
+    (requirement, sha256, _), = source
+    assert (requirement, sha256) == ('openai-whisper==20250625', bpe.SDIST_SHA256)
+    assert [path.read_bytes() for path in cache_folder().iterdir()] == [tiny_ranks]
+    captured = capsys.readouterr()
+    # stdout is reserved for samples and JSON
+    assert captured.out == '' and 'ConnectionError' in captured.err
+    assert gpt2_encoding().encode('the') == encoding.encode('the') and len(source) == 1
+    path = cache_folder() / 'gpt2.tiktoken'
+    path.write_bytes(tiny_ranks[:-20])  # damaged
+    assert gpt2_encoding().n_vocab == 261 and len(source) == 2 and path.read_bytes() == tiny_ranks
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(source, monkeypatch, tmp_path):
+    (tmp_path / 'file').write_text('')
+    monkeypatch.setenv('NANOKV_CACHE', str(tmp_path / 'file'))
+    assert gpt2_encoding().n_vocab == 261 and (tmp_path / 'file').read_text() == ''
+
+
+def test_a_download_that_hangs_is_given_up(source, monkeypatch, capsys):
+    hang = threading.Event()
+    monkeypatch.setattr(tiktoken, 'get_encoding', lambda name: hang.wait(60))
+    monkeypatch.setattr(bpe, 'WAIT', 0.1)
+    assert gpt2_encoding().n_vocab == 261 and 'TimeoutError' in capsys.readouterr().err
+    hang.set()
+
+
+def test_runs_of_blanks_longer_than_tiktoken_can_take(tiny):
+    text = 'a' + ' ' * 2_500_000 + 'b' + '\n' * 100_001
+    assert tiny.decode(encode_text(tiny, text).tolist()) == text
+    assert tiny.decode(BPETokenizer(tiny).encode(text)) == text

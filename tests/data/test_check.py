@@ -7,9 +7,10 @@ import pytest
 from config.errors import UserError
 from configurator import run_program
 from data import check
-from data.making.writer import TokenWriter, write_dataset
+from data.making.writer import TokenWriter
 from data.tokenfiles import open_split, read_meta
 from tests.data.support import META
+from tests.helpers.datasets import write_dataset
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ WRITE = """
     import time
     from pathlib import Path
     import numpy as np
-    from data.making.writer import write_dataset
+    from tests.helpers.datasets import write_dataset
     here = Path(__file__).parent
     def main(argv):
         assert argv == []

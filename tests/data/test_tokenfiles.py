@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from config.errors import UserError
-from data.making.writer import TokenWriter, write_dataset
+from data.making.writer import TokenWriter
 from data.tokenfiles import open_split, read_meta
 from tests.data.support import META, ids_of
+from tests.helpers.datasets import write_dataset
 
 SPLITS = {'train': np.array([0, 1, 2, 1]), 'val': np.array([2, 0])}
 

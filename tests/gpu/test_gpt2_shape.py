@@ -20,7 +20,7 @@ from engine.steps.static import put
 from kv.cache import KVCache
 from kv.slots import KVStore
 from lab.benchmarks.kernels import fill_random
-from tests.helpers.models import FULL_STACK, random_model
+from tests.helpers.models import SHORT_STACK, random_model
 
 pytest.importorskip('triton')
 from attention.kernels.decode import stored_attention  # noqa: E402
@@ -53,7 +53,7 @@ def unpacked(monkeypatch):
 def full_model(real, parameters=None):
     if real:
         return gpu_times.full_model(parameters)
-    return random_model(GPTConfig(**FULL_STACK), torch.float32)
+    return random_model(GPTConfig(**SHORT_STACK), torch.float32)
 
 
 def error(found, exact) -> float:

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 import train
-from data.making.writer import write_dataset
+from tests.helpers.datasets import write_dataset
 from tests.programs.support import FULL_STACK, run_train
 
 ROOT = Path(train.__file__).resolve().parent

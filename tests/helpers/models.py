@@ -14,6 +14,8 @@ PUBLISHED = dict(layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True
 # one period plus one layer, small enough to run token by token
 FULL_STACK = dict(PUBLISHED, n_layer=7, n_head=4, n_embd=24, head_dim=6, window_size=5,
                   block_size=64, vocab_size=VOCAB, rope_theta=100.0)
+# the same form with fewer layers, where each takes long
+SHORT_STACK = dict(FULL_STACK, n_layer=4, layer_pattern='LLG', kv_share='AAB')
 
 
 def tokens(batch, length, seed=0):

@@ -15,7 +15,7 @@ import torch
 
 import sample
 import train
-from data.making.writer import write_dataset
+from tests.helpers.datasets import write_dataset
 
 ROOT = Path(train.__file__).resolve().parent
 ALPHABET = '\n abcdefghij'

@@ -92,7 +92,7 @@ def test_the_folder(made):
 
 
 @pytest.mark.parametrize('changes, nanokv, named', [
-    (dict(hidden_size=24, head_dim=12, intermediate_size=96), dict(n_embd=24), 'config.json says'),
+    (dict(hidden_size=24, head_dim=12, intermediate_size=96), dict(n_embd=24), 'does not fit'),
     ({}, dict(colour='red'), "model_args have 'colour', which this version"),
     ({}, dict(act_clamp=1.5), 'act_clamp was removed; commit 461914ad has it'),
     (dict(sliding_window=9), {}, 'sliding_window=9, but by nanokv it is 4'),

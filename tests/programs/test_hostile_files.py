@@ -199,8 +199,8 @@ def test_any_value_in_any_field(tmp_path, name, examples):
     *(('ckpt.pt', replaced(CHECKPOINT, ('model_args', 'n_embd'), n), 'n_embd')
       for n in (2 ** 30, 2 ** 63)),
     ('config.json', replaced(HF_CONFIG, ('nanokv', 'n_embd'), 2 ** 30), 'n_embd'),
-    ('tokenizer.json', replaced(TOKENIZER_JSON, ('model', 'vocab', 'b'), 0), 'same id'),
-    ('tokenizer.json', replaced(TOKENIZER_JSON, ('model', 'vocab', 'b'), 2 ** 40), 'the id'),
+    ('tokenizer.json', replaced(TOKENIZER_JSON, ('model', 'vocab', 'b'), 0), 'not inverse'),
+    ('tokenizer.json', replaced(TOKENIZER_JSON, ('model', 'vocab', 'b'), 2 ** 40), 'vocab_size'),
     ('tokenizer.json', replaced(TOKENIZER_JSON, ('model', 'vocab', 'b'), 100), 'ids up to 100'),
     ('config.json', replaced(HF_CONFIG, ('nanokv', 'n_layer'), 9_999), 'n_layer'),
     ('chat.json', replaced(CHAT, ('turns', 0, 'ids'), [-1]), 'other tokens'),

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from data.making.writer import write_dataset
 from data.tokenfiles import open_split
 from data.tokenizer import CharTokenizer
 from training.evaluate import (
     bits_per_byte, forward, judge, n_bytes, spread_windows, through_cache, with_rounding)
 from engine.weights.quantize import quantize_weights
 from model import GPT, GPTConfig
+from tests.helpers.datasets import write_dataset
 
 TINY = dict(block_size=16, vocab_size=13, n_layer=3, n_head=2, n_embd=32, n_kv_head=1,
             layer_pattern='LLG', kv_share='AAB', window_size=5, pos_embedding='rope', qk_norm=True)

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from config.errors import UserError
-from data.making.writer import TokenWriter, write_dataset
+from data.making.writer import TokenWriter
 from training.batches import Prefetched, TokenBatches
+from tests.helpers.datasets import write_dataset
 
 CPU = torch.device('cpu')
 ROOT = Path(__file__).resolve().parents[2]

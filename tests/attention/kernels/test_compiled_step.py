@@ -20,10 +20,10 @@ from config.gpt_config import GPTConfig
 from engine.pages.cache import PagedKVCache
 from engine.steps.fused import fuse
 from engine.steps.static import StaticCache
-from tests.helpers.models import FULL_STACK, max_gap, random_model, tokens
+from tests.helpers.models import SHORT_STACK, max_gap, random_model, tokens
 
 kv_dtype, layout = sys.argv[1:]
-model = random_model(GPTConfig(**FULL_STACK), torch.float32)
+model = random_model(GPTConfig(**SHORT_STACK), torch.float32)
 fuse(model)
 shared, copied, find_spec = [], [], importlib.util.find_spec
 
