@@ -20,8 +20,8 @@ import sys
 import warnings
 
 import configurator
-from config.errors import UserError
-from config.folder_lock import only_writer
+from common.errors import UserError
+from common.folder_lock import only_writer
 from lab.ablation.jobs import Job, run_jobs
 from lab.ablation.ladder import Ladder, read_ladder, slug_of
 from lab.ablation.report import show, write_report

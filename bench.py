@@ -35,7 +35,7 @@ import json
 from dataclasses import dataclass
 
 import configurator
-from config.schema import Attention, Device, Json, KVDtype, Model, Seed, Weights, key
+from common.settings import Attention, Device, Json, KVDtype, Model, Seed, Weights, key
 from data.datasets import DATA_ROOT
 from lab.benchmarks.setting import check_against, check_target
 from lab.benchmarks.table import TABLES, show

@@ -25,10 +25,10 @@ from pathlib import Path
 from statistics import fmean
 
 import configurator
-from config.errors import UserError
-from config.schema import KVDtype, Running, Sampling, Talking, key
-from config.sizes import nice_bytes, parse_bytes
-from config.terminal import visible
+from common.errors import UserError
+from common.settings import KVDtype, Running, Sampling, Talking, key
+from common.sizes import nice_bytes, parse_bytes
+from common.terminal import visible
 from engine.text.dialogue import Dialogue, Template, longest_context, speakers
 from engine.engine import Engine
 from engine.requests.params import SamplingParams, encodable, sample_seed

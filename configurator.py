@@ -25,13 +25,13 @@ from dataclasses import Field
 from pathlib import Path
 from types import ModuleType
 
-from config import schema
-from config import startup  # noqa: F401  programs import this or `startup` before packages
-from config.errors import UserError
-from config.files import use_own_compiler_cache
-from config.removed import removed
-from config.schema import COMMAND_LINE, Base, Source
-from config.terminal import visible
+from common import settings as groups
+from common import startup  # noqa: F401  programs import this or `startup` before packages
+from common.errors import UserError
+from common.files import use_own_compiler_cache
+from common.removed import removed
+from common.settings import COMMAND_LINE, Base, Source
+from common.terminal import visible
 
 ROOT = Path(__file__).resolve().parent
 # each has a class Settings
@@ -52,7 +52,7 @@ def keys_of(settings: type[Base]) -> dict[str, Field]:
 def defaults_of_programs() -> dict:
     """{name: default} of the keys of all programs. They are read in the sources, because an import
     would take time, and packages that may be missing."""
-    shared = [cls for cls in vars(schema).values() if isinstance(cls, type)]
+    shared = [cls for cls in vars(groups).values() if isinstance(cls, type)]
     defaults = {name: default_of(field) for cls in shared if issubclass(cls, Base)
                 for name, field in keys_of(cls).items()}
     for path in PROGRAMS:
@@ -217,9 +217,7 @@ def _find(arg: str, takes_folder: bool) -> Path:
     if takes_folder and not arg.endswith('.py'):
         kind, known = 'folder of a run', [path.parent for path in Path().glob('out*/ckpt.pt')]
     else:
-        modules = ('__init__.py', 'folder_lock.py', 'gpt_config.py')
-        kind, known = 'config file', [f'config/{path.name}' for path in ROOT.glob('config/*_*.py')
-                                      if path.name not in modules]
+        kind, known = 'config file', [f'config/{path.name}' for path in ROOT.glob('config/*.py')]
     known = sorted(map(str, known))
     near = difflib.get_close_matches(arg, known, n=1)
     if near:

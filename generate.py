@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from config.errors import UserError
+from common.errors import UserError
 
 
 class Sampler:

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from attention import causal_attention
 from attention.rope import RotaryTable, apply_rope, norm_and_rotate, offset_keys, split_by_speed
-from config.errors import UserError
-from config.gpt_config import GPTConfig, model_args
+from common.errors import UserError
+from common.gpt_config import GPTConfig, model_args
 from kv.cache import KVCache
 from kv.plan import GLOBAL, LOCAL, Layer, Slot, plan_kv
 from kv.quantize import fake_quantize_int8

@@ -13,7 +13,7 @@ Without training, only to see the report:
 
     python sample.py config/train_gpt2_mqa_local.py --init_from=random --max_new_tokens=20
 """
-from config import startup  # noqa: F401  # isort: skip  (before torch is imported)
+from common import startup  # noqa: F401  # isort: skip  (before torch is imported)
 import contextlib
 import io
 import json
@@ -27,10 +27,10 @@ from rich.console import Console
 from rich.progress import track
 
 import configurator
-from config.errors import UserError, at_least
-from config.schema import Json, KVDtype, Running, Sampling, Source, key
-from config.sizes import nice_bytes, parse_bytes
-from config.terminal import visible
+from common.errors import UserError, at_least
+from common.settings import Json, KVDtype, Running, Sampling, Source, key
+from common.sizes import nice_bytes, parse_bytes
+from common.terminal import visible
 from engine.steps.captured import MIN_CAPTURED
 from engine.steps.decode import fast_decode
 from engine.text.many import complete, fitted, json_lines, make_engine, show_many

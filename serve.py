@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import configurator
-from config.errors import UserError, at_least
-from config.schema import KVDtype, Running, Talking, key
-from config.sizes import parse_bytes
+from common.errors import UserError, at_least
+from common.settings import KVDtype, Running, Talking, key
+from common.sizes import parse_bytes
 from engine.steps.captured import CapturedDecode
 from engine.text.dialogue import Template, longest_context, speakers
 from engine.engine import Engine

@@ -11,7 +11,7 @@
 
 Ctrl-C or SIGTERM saves a checkpoint after the current step and exits.
 """
-from config import startup  # noqa: F401  # isort: skip  (before torch is imported)
+from common import startup  # noqa: F401  # isort: skip  (before torch is imported)
 import contextlib
 import math
 import os
@@ -22,9 +22,9 @@ from pathlib import Path
 import torch
 
 import configurator
-from config.errors import UserError
-from config.folder_lock import only_writer
-from config.schema import GPT2_FOLDER, GPT2_TYPES, Attention, Device, Model, OutDir, key
+from common.errors import UserError
+from common.folder_lock import only_writer
+from common.settings import GPT2_FOLDER, GPT2_TYPES, Attention, Device, Model, OutDir, key
 from data.datasets import DATA_ROOT
 from training.distributed import Ranks, resumed_after_restart
 from training.log import Pace, RunLog, check_packages, open_trackers

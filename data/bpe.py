@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from config.errors import UserError, shown
-from config.files import make_folders, replacing, user_cache
+from common.errors import UserError, shown
+from common.files import make_folders, replacing, user_cache
 from data.download import fetch_sdist, read_checked
 
 REQUIREMENT = 'openai-whisper==20250625'

@@ -5,14 +5,14 @@
 A preparation writes the checksums to checksums.json. Programs check meta.pkl whenever they read
 it, and a split of at most 256 MB whenever they open it. This program checks files of any size.
 """
-from config import startup  # noqa: F401  # isort: skip  (before torch is imported)
+from common import startup  # noqa: F401  # isort: skip  (before torch is imported)
 import json
 import os
 import zlib
 from pathlib import Path
 
-from config.errors import UserError
-from config.files import read_bytes
+from common.errors import UserError
+from common.files import read_bytes
 from configurator import run_program
 from data.making.script import Arguments
 

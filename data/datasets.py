@@ -7,8 +7,8 @@ import re
 import sys
 from pathlib import Path
 
-from config.errors import UserError
-from config.folder_lock import one_at_a_time
+from common.errors import UserError
+from common.folder_lock import one_at_a_time
 from data.tokenfiles import is_prepared
 
 DATA_ROOT = Path(__file__).resolve().parent

@@ -12,8 +12,8 @@ import tempfile
 import urllib.request
 from pathlib import Path
 
-from config.errors import UserError
-from config.files import replacing
+from common.errors import UserError
+from common.files import replacing
 
 TIMEOUT = 20.0  # seconds of silence from the server
 HUB_TIMEOUT = 5.0  # seconds until the Hugging Face hub answers

@@ -9,7 +9,7 @@ import functools
 import numpy as np
 import torch
 
-from config.errors import UserError
+from common.errors import UserError
 
 ORDERS = ('random', 'sequential', 'shuffled')
 

@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from config.errors import UserError, shown
-from config.files import read_bytes
+from common.errors import UserError, shown
+from common.files import read_bytes
 from data.check import check_files, compare, read_checksums
 from data.plain_pickle import check_pickle
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from config.errors import UserError
+from common.errors import UserError
 from data.bpe import END_OF_TEXT, encode_text, gpt2_encoding, learned_encoding
 from data.tokenfiles import TokenSplit
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from config.errors import UserError
+from common.errors import UserError
 from engine.steps.captured import CapturedDecode
 from engine.steps.decode import fast_decode
 from engine.requests.flight import Flight

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from config.files import is_trusted, private_folder, user_cache
+from common.files import is_trusted, private_folder, user_cache
 
 HERE = Path(__file__).parent
 ARM = os.uname().machine in ('aarch64', 'arm64') if os.name == 'posix' else False

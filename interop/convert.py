@@ -12,7 +12,7 @@ conversion cannot change are printed, and stay as they were. The converted model
 worse until it is trained more: the GQA paper (Ainslie et al. 2023) needs 5% of the original steps.
 The new checkpoint is at iteration 0, without optimizer state.
 """
-from config import startup  # noqa: F401  # isort: skip  (before torch is imported)
+from common import startup  # noqa: F401  # isort: skip  (before torch is imported)
 import dataclasses
 import sys
 from pathlib import Path
@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 
 import configurator
-from config.errors import UserError
-from config.gpt_config import GPTConfig, fields_with, model_args
-from config.schema import COMMAND_LINE, Model
+from common.errors import UserError
+from common.gpt_config import GPTConfig, fields_with, model_args
+from common.settings import COMMAND_LINE, Model
 from kv.plan import plan_kv
 from model import GPT
 from training.adapt import check_forms, check_patterns, keep_trained

@@ -10,7 +10,7 @@ first window that contains it, so after the first window each has at least conte
 of context. With byte pairs the text follows <|endoftext|>; with a character tokenizer, the
 first character is not predicted and not counted. Line ends are one byte, as in the data sets.
 """
-from config import startup  # noqa: F401  # isort: skip  (before torch is imported)
+from common import startup  # noqa: F401  # isort: skip  (before torch is imported)
 import itertools
 import json
 import math
@@ -21,8 +21,8 @@ import torch
 from torch.nn import functional as F
 
 import configurator
-from config.errors import UserError, at_least
-from config.schema import KV_DTYPES, Json, Running, Source, key
+from common.errors import UserError, at_least
+from common.settings import KV_DTYPES, Json, Running, Source, key
 from data.progress import tracked
 from interop.load import load, with_newest_run
 from training.evaluate import bits_per_byte, forward, through_cache

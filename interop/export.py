@@ -9,7 +9,7 @@ of interop/modeling_nanokv.py and (as configuration_nanokv.py) interop/nanokv_vl
 trust_remote_code runs: read them. A vanilla model becomes a plain GPT2LMHeadModel, which needs no
 such files.
 """
-from config import startup  # noqa: F401  # isort: skip  (before torch is imported)
+from common import startup  # noqa: F401  # isort: skip  (before torch is imported)
 import shutil
 import sys
 import tempfile
@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from config.errors import UserError
-from config.gpt_config import NANOGPT_FIELDS, GPTConfig, model_args, unknown_field
+from common.errors import UserError
+from common.gpt_config import NANOGPT_FIELDS, GPTConfig, model_args, unknown_field
 from configurator import run_program
 from data.datasets import DATA_ROOT
 from data.making.script import Arguments

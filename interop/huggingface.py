@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from config import files
-from config.errors import UserError, shown
-from config.gpt_config import GPTConfig
-from config.schema import GPT2_FOLDER, GPT2_TYPES
+from common import files
+from common.errors import UserError, shown
+from common.gpt_config import GPTConfig
+from common.settings import GPT2_FOLDER, GPT2_TYPES
 from data.download import from_hub
 from kv.plan import LOCAL, plan_kv
 from model import GPT

@@ -7,12 +7,12 @@
 Weights exported in float32 come back bit for bit. The checkpoint is at iteration 0, without
 optimizer state.
 """
-from config import startup  # noqa: F401  # isort: skip  (before torch is imported)
+from common import startup  # noqa: F401  # isort: skip  (before torch is imported)
 import dataclasses
 from pathlib import Path
 
 import configurator
-from config.errors import UserError
+from common.errors import UserError
 from data.making.script import Arguments
 from interop.convert import new_checkpoint
 from interop.huggingface import from_pretrained, noted_source, read_json

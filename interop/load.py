@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from config.errors import UserError, shown
-from config.terminal import visible
+from common.errors import UserError, shown
+from common.terminal import visible
 from data.datasets import DATA_ROOT, available_datasets, by_hand, ensure_dataset
 from data.tokenfiles import meta_problem, read_meta, used_keys
 from data.tokenizer import load_tokenizer

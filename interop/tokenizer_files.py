@@ -1,7 +1,7 @@
 """Our tokenizers in Hugging Face's file format (tokenizer.json and its settings)."""
 from pathlib import Path
 
-from config.errors import UserError
+from common.errors import UserError
 from data.bpe import END_OF_TEXT, byte_letters
 from data.tokenfiles import meta_problem
 from data.tokenizer import BPETokenizer, CharTokenizer, load_tokenizer

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import configurator
-from config.errors import UserError, at_least
-from config.gpt_config import GPTConfig
-from config.schema import MODEL, STORED_DTYPES, Json, Model, key
-from config.sizes import nice_bytes, parse_bytes
+from common.errors import UserError, at_least
+from common.gpt_config import GPTConfig
+from common.settings import MODEL, STORED_DTYPES, Json, Model, key
+from common.sizes import nice_bytes, parse_bytes
 from data.datasets import DATA_ROOT
 from data.recall.tasks import task_of
 from data.tokenfiles import is_prepared, read_meta

@@ -11,7 +11,7 @@ Lengths are Python ints on the host: steps with rows of equal length never wait 
 import torch
 
 from attention import cached_attention
-from config.errors import UserError
+from common.errors import UserError
 from kv.plan import LOCAL, KVPlan, Layer, Slot, checked_dtype
 from kv.slots import GlobalStore, KVStore, RingStore
 

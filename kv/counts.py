@@ -1,5 +1,5 @@
 """Parameters of a model, and FLOPs of its prefill, counted from its plan. Torch is not needed."""
-from config.gpt_config import GPTConfig, unknown_field
+from common.gpt_config import GPTConfig, unknown_field
 from kv.plan import KVPlan, Layer
 
 

@@ -15,8 +15,8 @@ al. 2020, Gemma 3), KV shared across layers (CLA, Brandon et al. 2024), and all 
 import warnings
 from dataclasses import dataclass
 
-from config.errors import UserError
-from config.gpt_config import GPTConfig
+from common.errors import UserError
+from common.gpt_config import GPTConfig
 
 GLOBAL, LOCAL = 'global', 'local'
 KIND_OF_LETTER = {'G': GLOBAL, 'L': LOCAL}

@@ -10,7 +10,7 @@ the largest number of a field (a window, a number of a new field), up to 512; wh
 is named. Each check prints a tick, in brackets what a program refuses by name, or the first
 difference; any difference makes the exit status 1.
 """
-from config import startup  # noqa: F401  # isort: skip  (before torch is imported)
+from common import startup  # noqa: F401  # isort: skip  (before torch is imported)
 import contextlib
 import copy
 import dataclasses
@@ -29,9 +29,9 @@ from pathlib import Path
 import torch
 
 import configurator
-from config.errors import UserError
-from config.gpt_config import GPTConfig, model_args, unknown_field
-from config.schema import Model, Seed, key
+from common.errors import UserError
+from common.gpt_config import GPTConfig, model_args, unknown_field
+from common.settings import Model, Seed, key
 from engine.engine import Engine
 from engine.pages.cache import PagedKVCache
 from engine.requests.params import SamplingParams

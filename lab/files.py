@@ -2,8 +2,8 @@
 import json
 from pathlib import Path
 
-from config.errors import UserError
-from config.files import replacing
+from common.errors import UserError
+from common.files import replacing
 
 
 def write_whole(path: Path, text: str) -> None:

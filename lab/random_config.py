@@ -4,8 +4,8 @@ import dataclasses
 import random
 import re
 
-from config.errors import UserError
-from config.gpt_config import GPTConfig, model_args
+from common.errors import UserError
+from common.gpt_config import GPTConfig, model_args
 
 VOCAB, WIDTH = 61, 24
 LONGEST = 512  # of sequences

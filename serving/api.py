@@ -4,7 +4,7 @@ import secrets
 import time
 from dataclasses import dataclass, field
 
-from config.errors import UserError
+from common.errors import UserError
 from engine.text.dialogue import Dialogue, Template
 from engine.requests.params import (
     MAX_LOGPROBS, SamplingParams, check_prompt, check_tokens, present, sample_seed, shown, unknown,

@@ -5,7 +5,7 @@ import time
 
 import uvicorn
 
-from config.errors import UserError
+from common.errors import UserError
 from serving.worker import Worker
 
 CLOSE_TIMEOUT = 5.0     # seconds from the end of the grace period to the end of the process

@@ -1,5 +1,5 @@
 """The stream of cache events and the plan document (docs/serving.md). No HTTP or torch."""
-from config.gpt_config import GPTConfig
+from common.gpt_config import GPTConfig
 from engine.pages.view import RowView
 from engine.weights.quantize import n_parameters
 from kv.plan import KVPlan, plan_kv

@@ -3,9 +3,9 @@ import dataclasses
 
 import torch
 
-from config.errors import UserError
-from config.gpt_config import GPTConfig, fields_with, model_args
-from config.schema import COMMAND_LINE, MODEL
+from common.errors import UserError
+from common.gpt_config import GPTConfig, fields_with, model_args
+from common.settings import COMMAND_LINE, MODEL
 from kv.plan import KVPlan, plan_kv
 from training.checkpoint import restoring
 

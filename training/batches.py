@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from config.errors import UserError
-from config.gpt_config import GPTConfig
+from common.errors import UserError
+from common.gpt_config import GPTConfig
 from data.datasets import ensure_dataset
 from data.order import RandomOrder, make_order
 from data.recall.tasks import IGNORE, task_of

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from config.errors import UserError, shown
-from config.files import replacing
-from config.gpt_config import GPTConfig
-from config.removed import COMMIT, removed
+from common.errors import UserError, shown
+from common.files import replacing
+from common.gpt_config import GPTConfig
+from common.removed import COMMIT, removed
 from data.plain_pickle import check_archive, check_sums
 from training.checkpoint_pickle import PickleChecker
 

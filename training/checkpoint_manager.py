@@ -4,7 +4,7 @@ import uuid
 from pathlib import Path
 from typing import NamedTuple
 
-from config.errors import UserError
+from common.errors import UserError
 from training import checkpoint as ckpt
 from training.checkpoint import link_or_copy
 

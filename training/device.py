@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 
 from attention.kernels.choose import choose
-from config.errors import UserError
-from config.sizes import physical_memory
+from common.errors import UserError
+from common.sizes import physical_memory
 
 
 def pick_device(name: str) -> torch.device:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from config.errors import UserError
+from common.errors import UserError
 from training.checkpoint_manager import peek
 from training.device import pick_device
 

@@ -7,7 +7,7 @@ import warnings
 
 import torch
 
-from config.errors import UserError
+from common.errors import UserError
 
 
 def check(s, dtype: torch.dtype) -> None:

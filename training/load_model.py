@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
-from config.errors import UserError
-from config.gpt_config import GPTConfig
+from common.errors import UserError
+from common.gpt_config import GPTConfig
 from model import GPT
 from training.checkpoint import config_of, load_weights, restoring
 

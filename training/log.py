@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from config.errors import UserError
-from config.files import regular_only, replacing
+from common.errors import UserError
+from common.files import regular_only, replacing
 from training.checkpoint import link_or_copy
 
 MAX_ROW = 2 ** 16  # characters; a row of train.py has about 500

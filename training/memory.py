@@ -7,7 +7,7 @@
 Predictions are for one process and the eager model (compiled models fuse operations and keep less).
 `measure` runs a step and tracks every storage; a prediction is the same with fake tensors.
 """
-from config import startup  # noqa: F401  # isort: skip  (before torch is imported)
+from common import startup  # noqa: F401  # isort: skip  (before torch is imported)
 import contextlib
 import json
 import os
@@ -24,10 +24,10 @@ from torch.utils._pytree import tree_leaves
 
 import attention.kernels.flex
 import configurator
-from config.errors import at_least
-from config.gpt_config import GPTConfig
-from config.schema import Attention, Device, Json, Model, key
-from config.sizes import nice_bytes
+from common.errors import at_least
+from common.gpt_config import GPTConfig
+from common.settings import Attention, Device, Json, Model, key
+from common.sizes import nice_bytes
 from data.datasets import DATA_ROOT
 from data.tokenfiles import read_meta
 from kv.console import output, print_table, table_of

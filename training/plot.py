@@ -5,7 +5,7 @@
 
 The figure shows the training loss as logged (a pale line) and the validation loss (circles).
 """
-from config import startup  # noqa: F401  # isort: skip  (before torch is imported)
+from common import startup  # noqa: F401  # isort: skip  (before torch is imported)
 import argparse
 import itertools
 import math
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from config.errors import UserError
+from common.errors import UserError
 from configurator import run_program
 from training.log import read_metrics
 from training.plotting import COLOURS, save, subplots

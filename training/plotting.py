@@ -4,8 +4,8 @@ import contextlib
 import itertools
 from pathlib import Path
 
-from config.errors import UserError
-from config.files import replacing
+from common.errors import UserError
+from common.files import replacing
 
 STYLE = {'figure.facecolor': 'white', 'axes.facecolor': 'white',
          'text.color': '#1f2328', 'axes.labelcolor': '#1f2328', 'axes.edgecolor': '#8c959f',

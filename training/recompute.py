@@ -22,8 +22,8 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import (
     CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts)
 
-from config.errors import UserError
-from config.removed import removed
+from common.errors import UserError
+from common.removed import removed
 
 NAMES = ('none', 'selective', 'mlp', 'block', 'sqrt', 'offload')  # the fastest first; and 'every:K'
 SMALLEST = 2 ** 16  # bytes; smaller tensors are not worth a copy to the host

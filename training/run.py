@@ -6,9 +6,9 @@ import torch
 
 from attention.kernels.choose import choose
 from attention.kernels.flex import block_mask
-from config.errors import UserError
-from config.gpt_config import model_args, unknown_field
-from config.schema import MODEL
+from common.errors import UserError
+from common.gpt_config import model_args, unknown_field
+from common.settings import MODEL
 from data.recall.tasks import TASKS
 from data.tokenfiles import open_split
 from data.tokenizer import bytes_per_token

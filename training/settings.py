@@ -3,7 +3,7 @@ import os
 import warnings
 from pathlib import Path
 
-from config.errors import UserError, at_least
+from common.errors import UserError, at_least
 from data.tokenfiles import is_prepared
 from kv.plan import plan_kv
 from training.checkpoint_manager import checkpoint_in

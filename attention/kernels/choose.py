@@ -17,7 +17,7 @@ from importlib import metadata
 import torch
 
 from attention.backends import HALF
-from config.errors import UserError
+from common.errors import UserError
 
 BACKENDS = ('auto', 'sdpa', 'flex', 'flash_attn', 'varlen', 'math')
 

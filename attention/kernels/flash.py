@@ -6,7 +6,7 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 
 from attention.kernels import choose
-from config.errors import UserError
+from common.errors import UserError
 
 _flash_attn = None  # set when loaded
 # from torch 2.13 on; before, K and V may have fewer heads anyway

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from config.errors import UserError
+from common.errors import UserError
 
 
 class Arguments(argparse.ArgumentParser):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from rich.progress import TimeElapsedColumn
 
-from config.errors import UserError
+from common.errors import UserError
 from data.bpe import encode_documents, gpt2_encoding, valid_text
 from data.download import check_hub
 from data.making.script import Arguments, fraction, whole

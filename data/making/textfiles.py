@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from config.errors import UserError
+from common.errors import UserError
 from data.bpe import learn_bpe
 from data.making.writer import TokenWriter
 from data.progress import tracked

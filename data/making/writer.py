@@ -17,8 +17,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from config.errors import UserError
-from config.folder_lock import one_at_a_time
+from common.errors import UserError
+from common.folder_lock import one_at_a_time
 from data.check import CHECKSUMS, write_checksums
 from data.tokenfiles import MAX_ID, dtype_of, meta_problem, split_files
 

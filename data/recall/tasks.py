@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from config.errors import UserError, at_least
+from common.errors import UserError, at_least
 
 IGNORE = -1  # nanoGPT's ignore_index
 QUERIES = 1 / 3  # fraction of positions that are queries, in `LagTask`; the others are tokens

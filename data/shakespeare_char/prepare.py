@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run from anywhere
 
-from config.errors import UserError
+from common.errors import UserError
 from configurator import run_program
 from data.download import fetch
 from data.making import textfiles

@@ -26,8 +26,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run from anywhere
 
-from config.errors import UserError
-from config.schema import Model
+from common.errors import UserError
+from common.settings import Model
 from configurator import parse, run_program
 from data.datasets import DATA_ROOT
 from data.making.script import Arguments, fraction

@@ -9,7 +9,7 @@ is *evictable*; the store unpins some when too few are free (`reclaim`).
 """
 import heapq
 
-from config.errors import UserError
+from common.errors import UserError
 from kv.plan import GLOBAL, KVPlan
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from config.errors import UserError
+from common.errors import UserError
 from engine.requests.params import Completion, TokenLogprob, shown
 from engine.requests.sampler import SampleRow
 from engine.requests.scheduler import Request

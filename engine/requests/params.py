@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from config.errors import UserError, shown
+from common.errors import UserError, shown
 
 MAX_INT = 2 ** 31 - 1
 SURROGATE = re.compile('[\ud800-\udfff]')

@@ -14,7 +14,7 @@ import itertools
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from config.errors import UserError
+from common.errors import UserError
 from engine.requests.params import SamplingParams
 
 

@@ -6,7 +6,7 @@
 import ast
 from collections.abc import Iterable
 
-from config.errors import UserError
+from common.errors import UserError
 
 
 class StopFilter:

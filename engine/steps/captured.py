@@ -15,7 +15,7 @@ import torch
 
 from attention.backends import triton_usable
 from attention.kernels.flex import with_own_code
-from config.gpt_config import unknown_field
+from common.gpt_config import unknown_field
 from engine.steps.agreement import difference, note_once
 from engine.steps.fused import fuse, unfuse
 from engine.requests.sampler import Drawn, SampleRow, draw_plain, sample_rows

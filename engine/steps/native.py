@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from config.gpt_config import unknown_field
+from common.gpt_config import unknown_field
 from engine import native
 from engine.steps.agreement import difference, note_once
 from engine.weights.linear import describe, suits_prompts

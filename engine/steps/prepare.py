@@ -1,7 +1,7 @@
 """Compiles kernels and captures decode steps before the first request."""
 import torch
 
-from config.errors import UserError
+from common.errors import UserError
 from engine.steps.captured import CapturedDecode
 
 # Longer rows use the same kernels, see `split_blocks` in attention/kernels/decode.py (on GPUs with

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from attention.cached import cached_attention
-from config.errors import UserError
+from common.errors import UserError
 from engine.pages.cache import PagedKVCache, PagedStore, table_attention
 from kv.cache import KVCache, on_device
 from kv.plan import Layer

@@ -10,9 +10,9 @@ import string
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from config.errors import UserError, shown
-from config.files import make_private, owner_only, read_json, replacing
-from config.removed import COMMIT
+from common.errors import UserError, shown
+from common.files import make_private, owner_only, read_json, replacing
+from common.removed import COMMIT
 
 VERSION = 2
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from config.sizes import nice_bytes
-from config.terminal import visible
+from common.sizes import nice_bytes
+from common.terminal import visible
 from engine.engine import Engine
 from engine.pages.cache import PAGE_SIZE
 from engine.pages.table import page_nbytes, rows_nbytes

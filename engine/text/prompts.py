@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from config.errors import UserError
+from common.errors import UserError
 from engine.requests.params import encodable, shown
 
 

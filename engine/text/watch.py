@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from config.sizes import nice_bytes
-from config.terminal import visible
+from common.sizes import nice_bytes
+from common.terminal import visible
 from kv.plan import LOCAL, KVPlan, Slot
 
 PROMPT, GENERATED, NEWEST, NEXT, EMPTY = '░▓█›·'

@@ -2,7 +2,7 @@
 import torch
 from torch import nn
 
-from config.errors import UserError
+from common.errors import UserError
 from engine.weights.quantized import (
     CUDA_MULTIPLE, Int4Linear, Int8Linear, QuantizedLinear, quantize)
 from model import GPT

@@ -6,8 +6,8 @@ import math
 import re
 from dataclasses import replace
 
-from config.errors import UserError
-from config.gpt_config import GPTConfig
+from common.errors import UserError
+from common.gpt_config import GPTConfig
 from kv.models import engines
 from kv.models.config import check_sizes
 from kv.models.memory import NANOKV, Memory, Store, memory_of_plan

@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from config.errors import UserError
+from common.errors import UserError
 from kv.models.config import text_of
 from kv.models.memory import (BLOCKS, CHUNK, CONV, FULL, RECURRENT, STATE, WINDOW, Memory, Part,
                               State, Store)

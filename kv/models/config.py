@@ -2,8 +2,8 @@
 import re
 from pathlib import Path
 
-from config.errors import UserError, shown
-from config.files import read_json
+from common.errors import UserError, shown
+from common.files import read_json
 from data.download import from_hub
 
 # where a model of several parts has its text model

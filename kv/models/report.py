@@ -1,7 +1,7 @@
 """The account of a model's memory in a terminal, as rich tables."""
 from itertools import groupby
 
-from config.sizes import nice_bytes
+from common.sizes import nice_bytes
 from kv.console import print_table, table_of
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from config.errors import UserError
+from common.errors import UserError
 from data.bpe import END_OF_TEXT
 from data.tokenizer import BPETokenizer
 

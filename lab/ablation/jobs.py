@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from config.files import regular_only
+from common.files import regular_only
 from lab.ablation.results import ROOT
 
 POLL = 0.5  # seconds

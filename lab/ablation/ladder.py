@@ -15,9 +15,9 @@ import torch
 
 import configurator
 import train
-from config.errors import UserError, at_least
-from config.gpt_config import GPTConfig
-from config.schema import KV_DTYPES, Json, key
+from common.errors import UserError, at_least
+from common.gpt_config import GPTConfig
+from common.settings import KV_DTYPES, Json, key
 from data.datasets import DATA_ROOT
 from data.recall.tasks import TASKS
 from data.tokenfiles import open_split
@@ -136,11 +136,11 @@ class Ladder:
         self._check_changes(name, above, changes)
         before = self.rows.get(above) or Row('', '', False, {}, {})
         of_train = before.train | {k: v for k, v in changes.items() if k not in OWN}
-        stored = {of_cache: changes.get(of_cache, getattr(before, of_cache)) for of_cache in STORAGE}
-        for of_cache, value in stored.items():
-            if value not in STORAGE[of_cache]:
-                allowed = ', '.join(map(repr, STORAGE[of_cache]))
-                raise UserError(f'row {name!r}: {of_cache}={value!r}: allowed are {allowed}')
+        stored = {setting: changes.get(setting, getattr(before, setting)) for setting in STORAGE}
+        for setting, value in stored.items():
+            if value not in STORAGE[setting]:
+                allowed = ', '.join(map(repr, STORAGE[setting]))
+                raise UserError(f'row {name!r}: {setting}={value!r}: allowed are {allowed}')
         changes = dict(changes)
         seeds = changes.pop('seeds', '')
         at_inference = before.at_inference | changes.get('at_inference', {})

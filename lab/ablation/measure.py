@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 import configurator
-from config.errors import UserError
+from common.errors import UserError
 from data.datasets import ensure_dataset
 from data.recall.tasks import task_of
 from data.tokenfiles import open_split, read_meta

@@ -4,8 +4,8 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from config.errors import UserError
-from config.files import regular_only
+from common.errors import UserError
+from common.files import regular_only
 from lab.ablation.ladder import digest, slug_of
 from lab.files import write_whole
 from training.checkpoint import load_checkpoint

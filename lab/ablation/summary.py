@@ -3,7 +3,7 @@ deviations, and differences paired by seed with their confidence intervals."""
 import operator
 import statistics
 
-from config.schema import MODEL
+from common.settings import MODEL
 from kv.cache import KVCache
 from kv.plan import LOCAL, plan_kv
 from lab.ablation.stats import enough, holm, mean_sd, paired_difference

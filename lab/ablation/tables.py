@@ -2,7 +2,7 @@
 terminal and in report.md."""
 from collections import Counter
 
-from config.sizes import nice_bytes
+from common.sizes import nice_bytes
 from lab.ablation.lookup import RECALLED
 from lab.ablation.stats import enough
 from lab.ablation.summary import LEARNED, local_reach

@@ -8,7 +8,7 @@ layer only read the rows looked up. Activations and rotary tables are small and 
 
 import torch
 
-from config.errors import UserError
+from common.errors import UserError
 from engine.weights.quantize import stored_tensors
 from kv.plan import KVPlan
 from lab.benchmarks import clock

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from config.sizes import parse_bytes
+from common.sizes import parse_bytes
 from engine.requests.sampler import most_likely
 from engine.steps.decode import fast_decode
 from lab.benchmarks import clock, setting

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from attention.backends import triton_usable
 from attention.cached import dequantized
 from attention.rope import RotaryTable, norm_and_rotate
-from config.errors import UserError
+from common.errors import UserError
 from engine.steps.static import put
 from kv.slots import KVStore
 from lab.benchmarks import clock, setting

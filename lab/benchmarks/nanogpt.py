@@ -4,8 +4,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from config.errors import UserError
-from config.gpt_config import NANOGPT_FIELDS, GPTConfig, model_args
+from common.errors import UserError
+from common.gpt_config import NANOGPT_FIELDS, GPTConfig, model_args
 
 
 def check_vanilla(config: GPTConfig) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from config.errors import UserError
+from common.errors import UserError
 from lab.benchmarks import clock, setting
 from lab.benchmarks.train import TrainingSteps
 from training import native

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from config.errors import UserError, at_least
+from common.errors import UserError, at_least
 from engine.engine import Engine
 from engine.requests.params import SamplingParams
 from engine.requests.scheduler import Scheduler

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from config.errors import UserError, at_least
-from config.gpt_config import GPTConfig
-from config.sizes import physical_memory
+from common.errors import UserError, at_least
+from common.gpt_config import GPTConfig
+from common.sizes import physical_memory
 from data.tokenfiles import read_meta
 from engine import native
 from engine.steps.captured import suits_capture

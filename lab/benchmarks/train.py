@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch.profiler import schedule, tensorboard_trace_handler
 
-from config.errors import UserError, at_least
+from common.errors import UserError, at_least
 from data.tokenfiles import is_prepared
 from lab.benchmarks import clock
 from lab.benchmarks.nanogpt import check_vanilla, nanogpt

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from config.errors import UserError
+from common.errors import UserError
 from interop.export import hf_model
 from lab.benchmarks import clock, serve, setting
 from model import GPT

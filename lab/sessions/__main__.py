@@ -8,7 +8,7 @@ The last line is JSON. lab/sessions/README.md says what the traces are.
 import json
 import sys
 
-from config.errors import UserError
+from common.errors import UserError
 from configurator import run_program
 from data.making.script import Arguments
 from kv.console import output

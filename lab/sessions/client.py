@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from config.errors import UserError
+from common.errors import UserError
 
 BUSY = 429, 503  # asked again after RETRY_S seconds
 RETRY_S = 1.0

@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 
-from config.errors import UserError
+from common.errors import UserError
 from data.progress import tracked
 from engine.prefix.blocks import common_tokens
 from lab.sessions.client import Answer, Client, Failed

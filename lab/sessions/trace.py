@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from config.errors import UserError
+from common.errors import UserError
 
 FORMAT = 'nanokv sessions 1'
 

@@ -7,8 +7,8 @@ from attention.causal import causal_attention
 from attention.kernels import choose as choosing
 from attention.kernels import flash as flash_attn
 from attention.kernels.choose import choose
-from config.errors import UserError
-from config.gpt_config import GPTConfig
+from common.errors import UserError
+from common.gpt_config import GPTConfig
 from model import GPT
 from tests.helpers.models import FULL_STACK
 from tests.helpers.reference import dense_attention

@@ -8,7 +8,7 @@ import urllib.request
 import pytest
 import tiktoken
 
-from config.errors import UserError
+from common.errors import UserError
 from data import bpe
 from data.datasets import DATA_ROOT
 from tests.data.support import DOCUMENTS, contents

@@ -9,7 +9,7 @@ import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config.errors import UserError
+from common.errors import UserError
 from data import bpe
 from data.bpe import (
     END_OF_TEXT, cache_folder, encode_text, gpt2_encoding, learn_bpe, learned_encoding)

@@ -4,7 +4,7 @@ import shutil
 import numpy as np
 import pytest
 
-from config.errors import UserError
+from common.errors import UserError
 from configurator import run_program
 from data import check
 from data.making.writer import TokenWriter

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from config.errors import UserError
+from common.errors import UserError
 from data.datasets import DATA_ROOT, available_datasets, ensure_dataset
 
 

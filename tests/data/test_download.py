@@ -7,7 +7,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from config.errors import UserError
+from common.errors import UserError
 from data import download
 from data.download import fetch
 

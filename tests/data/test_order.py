@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from config.errors import UserError
+from common.errors import UserError
 from data.order import make_order
 
 GENERATOR = torch.Generator()

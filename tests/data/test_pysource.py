@@ -6,7 +6,7 @@ import zipfile
 
 import pytest
 
-from config.errors import UserError
+from common.errors import UserError
 from data.bpe import END_OF_TEXT
 from tests.data.support import texts_of
 

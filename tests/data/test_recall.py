@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import torch
 
-from config.errors import UserError
+from common.errors import UserError
 from data.recall.tasks import BLANK, LagTask, LookupTask, read_task
 from training.batches import TaskBatches
 

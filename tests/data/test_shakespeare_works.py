@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from config.errors import UserError
+from common.errors import UserError
 from data import download
 from data.datasets import DATA_ROOT
 from data.tokenfiles import read_meta

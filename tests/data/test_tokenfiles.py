@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 
-from config.errors import UserError
+from common.errors import UserError
 from data.making.writer import TokenWriter
 from data.tokenfiles import open_split, read_meta
 from tests.data.support import META, ids_of

@@ -3,7 +3,7 @@
 import pytest
 import tiktoken
 
-from config.errors import UserError
+from common.errors import UserError
 from data.tokenizer import BPETokenizer, CharTokenizer, load_tokenizer
 
 TEXT = 'hé €uro 🙂 ok'

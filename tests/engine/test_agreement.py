@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attention.backends import INTERPRETING, triton_enabled
-from config.gpt_config import GPTConfig, unknown_field
+from common.gpt_config import GPTConfig, unknown_field
 from engine.steps import agreement
 from engine import native
 from engine.steps.agreement import note_once

@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from config.gpt_config import GPTConfig
+from common.gpt_config import GPTConfig
 from engine import native
 from tests.engine import test_chunks, test_linear, test_weights
 from tests.engine.test_native import (

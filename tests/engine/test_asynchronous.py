@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from config.gpt_config import GPTConfig
+from common.gpt_config import GPTConfig
 from engine.engine import Engine
 from engine.requests.flight import Flight
 from engine.requests.params import SamplingParams

@@ -13,8 +13,8 @@ import torch._dynamo.testing
 
 import engine.steps.captured as captured_module
 from attention.backends import INTERPRETING, triton_enabled
-from config.errors import UserError
-from config.gpt_config import GPTConfig
+from common.errors import UserError
+from common.gpt_config import GPTConfig
 from engine.steps.captured import CapturedDecode, captured_decode, suits_capture
 from engine.engine import Engine
 from engine.pages.cache import PagedKVCache

@@ -4,7 +4,7 @@ import itertools
 import pytest
 import torch
 
-from config.gpt_config import GPTConfig
+from common.gpt_config import GPTConfig
 from engine import native
 from engine.engine import Engine
 from engine.steps.native import FEW, NativeDecode

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from config.errors import UserError
+from common.errors import UserError
 from data.tokenizer import CharTokenizer
 from engine.text.dialogue import Dialogue, Template, speakers
 from tests.helpers.serving import ending

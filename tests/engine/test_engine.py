@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from config.errors import UserError
+from common.errors import UserError
 from engine.engine import Engine
 from engine.pages.table import page_nbytes, rows_nbytes
 from engine.requests.params import SamplingParams

@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 
-from config.errors import UserError
+from common.errors import UserError
 from engine.engine import Engine
 from engine.requests.params import SamplingParams
 from model import GPT, GPTConfig

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from attention.backends import INTERPRETING, triton_enabled
-from config.gpt_config import GPTConfig
+from common.gpt_config import GPTConfig
 from engine import native
 from engine.steps.fused import FusedBlock, fuse
 from engine.weights.linear import speed_up_on_cpu

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from config.errors import UserError
+from common.errors import UserError
 from engine.engine import Engine
 from engine.text.many import ROWS, complete, fitted, json_lines, make_engine
 from engine.pages.cache import PAGE_SIZE

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from config.errors import UserError
-from config.files import user_cache
-from config.gpt_config import GPTConfig
+from common.errors import UserError
+from common.files import user_cache
+from common.gpt_config import GPTConfig
 import extension
 from engine import native
 from engine.steps.decode import fast_decode

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from config.errors import UserError
-from config.gpt_config import GPTConfig
+from common.errors import UserError
+from common.gpt_config import GPTConfig
 from engine.pages import cache as cache_module
 from engine.pages.cache import PagedKVCache, PagedStore, table_attention
 from engine.pages.table import OutOfPages, page_nbytes, rows_nbytes

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from config.errors import UserError
+from common.errors import UserError
 from engine.pages.table import OutOfPages, PageTable
 
 N_ROWS = 4

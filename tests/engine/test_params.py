@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from config.errors import UserError
+from common.errors import UserError
 from engine.requests.params import SamplingParams, sample_seed
 
 NAMES = [f.name for f in dataclasses.fields(SamplingParams)]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from config.gpt_config import GPTConfig
+from common.gpt_config import GPTConfig
 from engine.prefix.blocks import OVERHEAD, BlockCopier
 from engine.pages.cache import PagedKVCache
 from engine.pages.table import OutOfPages

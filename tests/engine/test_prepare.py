@@ -3,8 +3,8 @@ import json
 
 import pytest
 
-from config.errors import UserError
-from config.gpt_config import GPTConfig
+from common.errors import UserError
+from common.gpt_config import GPTConfig
 from engine.engine import Engine
 from engine.steps.prepare import prepare
 from tests.helpers.models import FULL_STACK, random_model
@@ -17,7 +17,7 @@ import json, random, sys
 import torch
 import engine.steps.captured
 from attention.kernels import decode, qkv
-from config.gpt_config import GPTConfig
+from common.gpt_config import GPTConfig
 from engine.steps import fused_linear
 from engine.engine import Engine
 from engine.requests.params import SamplingParams

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config.errors import UserError
+from common.errors import UserError
 from engine.requests.stopping import SampleText, StopFilter, parse_stops
 
 SHORT = st.text('ab', max_size=12)

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 import pytest
 from rich.cells import cell_len
 
-from config.gpt_config import GPTConfig
-from config.sizes import nice_bytes
+from common.gpt_config import GPTConfig
+from common.sizes import nice_bytes
 from engine.text import watch
 from engine.text.watch import EMPTY, GENERATED, LEGEND, NEWEST, NEXT, PROMPT, frame, lane
 from kv.cache import KVCache

@@ -2,8 +2,8 @@
 import pytest
 import torch
 
-from config.errors import UserError
-from config.gpt_config import GPTConfig
+from common.errors import UserError
+from common.gpt_config import GPTConfig
 from engine import native
 from engine.engine import Engine
 from engine.requests.params import SamplingParams

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from config.errors import UserError
+from common.errors import UserError
 from engine.requests.sampler import TopPSampler, sample_generators
 from engine.text.dialogue import longest_context
 from generate import Generation, Sampler, cache_length, draw_without_waiting, generate

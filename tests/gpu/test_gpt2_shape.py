@@ -10,7 +10,7 @@ import torch
 from attention.backends import triton_enabled
 from attention.cached import dequantized
 from attention.rope import RotaryTable, norm_and_rotate
-from config.gpt_config import GPTConfig
+from common.gpt_config import GPTConfig
 from engine import native
 from engine.steps.captured import CapturedDecode
 from engine.pages.cache import PagedKVCache

@@ -4,7 +4,7 @@ import dataclasses
 import random
 from itertools import combinations
 
-from config.gpt_config import GPTConfig
+from common.gpt_config import GPTConfig
 from lab.conform import random_config
 from tests.helpers.models import FULL_STACK
 

@@ -5,7 +5,7 @@ import kv.__main__
 import sample
 import serve
 import train
-from config.schema import Model
+from common.settings import Model
 from interop import evaluate
 from lab import conform
 from lab.ablation import ladder

@@ -4,7 +4,7 @@ import dataclasses
 import pytest
 import torch
 
-from config.errors import UserError
+from common.errors import UserError
 from interop import convert
 from interop.convert import convert_weights
 from model import GPT, GPTConfig

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from config.errors import UserError
+from common.errors import UserError
 from interop.huggingface import from_pretrained
 from tests.helpers.models import full_logits, max_gap
 

@@ -8,7 +8,7 @@ import torch
 from transformers import AttentionInterface, DynamicCache, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from config.gpt_config import GPTConfig, model_args
+from common.gpt_config import GPTConfig, model_args
 from interop import import_hf
 from interop.export import hf_model
 from interop.huggingface import derived_keys

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from config.errors import UserError
+from common.errors import UserError
 from data.bpe import END_OF_TEXT, learn_bpe, learned_encoding
 from interop.tokenizer_files import byte_pairs, characters, merge_of
 

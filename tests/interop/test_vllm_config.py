@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from config.gpt_config import GPTConfig, fields_with, model_args
+from common.gpt_config import GPTConfig, fields_with, model_args
 from interop.huggingface import derived_keys
 from interop.nanokv_vllm.config import DEFAULTS, NanoKVConfig
 from interop.nanokv_vllm.shapes import shapes

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from attention.cached import tiles
-from config.errors import UserError
-from config.gpt_config import GPTConfig
+from common.errors import UserError
+from common.gpt_config import GPTConfig
 from engine.pages.cache import PagedKVCache
 from kv.cache import KVCache, on_device
 from kv.report import account

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from config.errors import UserError
-from config.gpt_config import GPTConfig
+from common.errors import UserError
+from common.gpt_config import GPTConfig
 from kv.__main__ import main, parse_bytes
 from kv.plan import plan_kv
 from kv.svg import slot_text

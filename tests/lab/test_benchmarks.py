@@ -12,8 +12,8 @@ import torch
 import bench
 from attention.backends import INTERPRETING, triton_enabled
 from attention.masks import dense_mask
-from config.errors import UserError
-from config.gpt_config import GPTConfig
+from common.errors import UserError
+from common.gpt_config import GPTConfig
 from engine.engine import Engine
 from engine.weights.quantize import quantize_weights, weight_bytes
 from kv.plan import plan_kv

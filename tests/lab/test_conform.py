@@ -13,8 +13,8 @@ import attention.masks
 import interop.modeling_nanokv
 import training.native
 from attention.kernels.norm_rope import NormAndRotate
-from config.errors import UserError
-from config.gpt_config import GPTConfig
+from common.errors import UserError
+from common.gpt_config import GPTConfig
 from engine.prefix.blocks import BlockCopier
 from engine.steps.static import StaticCache
 from kv.cache import KVCache, RaggedToken

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import model as model_module
-from config.gpt_config import NANOGPT_FIELDS
+from common.gpt_config import NANOGPT_FIELDS
 from model import GPT, GPTConfig, model_args
 from tests.helpers.models import (
     FULL_STACK, VOCAB, configs, full_logits, max_gap, random_model, tokens)

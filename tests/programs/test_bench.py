@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import bench
-from config.errors import UserError
-from config.gpt_config import GPTConfig
+from common.errors import UserError
+from common.gpt_config import GPTConfig
 from kv.plan import plan_kv
 from lab.benchmarks import bandwidth, table
 from model import GPT

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from config.errors import UserError
+from common.errors import UserError
 from tests.programs.support import Died, contents, die, kept, no_links, run_train
 from model import GPT, GPTConfig
 from training.checkpoint import link_or_copy, load_checkpoint, load_weights, save_checkpoint

@@ -6,7 +6,7 @@ import signal
 import pytest
 import torch
 
-from config.errors import UserError
+from common.errors import UserError
 from tests.programs.support import (
     HARD, Died, assert_same_weights, contents, die, kept, load, losses, metrics, no_links,
     raise_signal, run_train)

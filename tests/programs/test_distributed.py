@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import train
-from config.errors import UserError
+from common.errors import UserError
 from tests.helpers.mechanisms import CHANGES
 from tests.programs.support import (
     FULL_STACK, VANILLA, flags, load, losses, metrics, run_train, start_program)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config.errors import UserError
+from common.errors import UserError
 from interop import evaluate, export
 from model import GPT
 from tests.programs.support import ALPHABET, flags, load

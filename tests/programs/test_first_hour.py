@@ -11,7 +11,7 @@ import configurator
 import sample
 import serve
 import train
-from config.errors import UserError
+from common.errors import UserError
 from data.text import prepare
 from tests.programs.support import ROOT, VANILLA, flags, metrics, run_train
 

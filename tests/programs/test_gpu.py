@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from config.gpt_config import GPTConfig
+from common.gpt_config import GPTConfig
 from engine.steps.captured import CapturedDecode, captured_decode
 from engine.engine import Engine
 from engine.requests.params import SamplingParams

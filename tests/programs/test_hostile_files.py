@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import sample
-from config.errors import UserError
-from config.gpt_config import GPTConfig, model_args
+from common.errors import UserError
+from common.gpt_config import GPTConfig, model_args
 from configurator import run_program
 from data.tokenfiles import read_meta
 from data.tokenizer import CharTokenizer

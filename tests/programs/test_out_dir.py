@@ -7,8 +7,8 @@ import signal
 import pytest
 
 import sample
-from config.errors import UserError
-from config.folder_lock import only_writer
+from common.errors import UserError
+from common.folder_lock import only_writer
 from tests.programs.support import contents, flags, metrics, run_train
 from training.batches import TokenBatches
 

@@ -11,7 +11,7 @@ import torch
 
 import sample
 import train
-from config.errors import UserError
+from common.errors import UserError
 from tests.helpers.mechanisms import CHANGES
 from tests.programs.support import (
     NANOGPT_FORMS, FULL_STACK, HARD, TINY, VANILLA, assert_same_weights, contents, flags, load,

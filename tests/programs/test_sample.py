@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import sample
-from config.gpt_config import GPTConfig
+from common.gpt_config import GPTConfig
 from engine.requests.stopping import SampleText
 from kv.counts import prefill_flops
 from kv.plan import plan_kv

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import train
-from config.errors import UserError
+from common.errors import UserError
 from tests.programs.support import assert_same_weights, load, metrics, raise_signal, run_train
 
 

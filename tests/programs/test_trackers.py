@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from config.errors import UserError
+from common.errors import UserError
 from tests.programs.support import VANILLA, metrics, run_train
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import train
-from config.gpt_config import GPTConfig
+from common.gpt_config import GPTConfig
 from model import GPT
 from tests.programs.support import FULL_STACK, VANILLA, load, run_train
 from training.flops import flops_per_token

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import training.loss
-from config.errors import UserError
+from common.errors import UserError
 from tests.programs.support import FULL_STACK, VANILLA, load, losses, run_train
 from training import batches
 

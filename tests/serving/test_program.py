@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 import serve
-from config.errors import UserError
+from common.errors import UserError
 from serving.server import bind
 from tests.programs.support import ROOT, TINY, flags, make_tiny
 

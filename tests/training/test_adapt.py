@@ -4,8 +4,8 @@ import copy
 import pytest
 import torch
 
-from config.errors import UserError
-from config.gpt_config import GPTConfig, model_args
+from common.errors import UserError
+from common.gpt_config import GPTConfig, model_args
 from model import GPT
 from training.adapt import adapt, adapted_config, differences
 from training.optim import load_optimizer

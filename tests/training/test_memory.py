@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import training.loss
-from config.gpt_config import GPTConfig
+from common.gpt_config import GPTConfig
 from model import GPT
 from tests.helpers.mechanisms import CHANGES
 from training import native

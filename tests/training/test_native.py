@@ -14,7 +14,7 @@ from attention import causal_attention
 from attention.causal import expand_heads, math_attention
 from attention.masks import dense_mask
 from attention.rope import RotaryTable, apply_rope
-from config.gpt_config import GPTConfig
+from common.gpt_config import GPTConfig
 from model import GPT
 from tests.helpers.models import FULL_STACK, VOCAB
 from training import loss, native

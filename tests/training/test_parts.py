@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from config.errors import UserError
-from config.sizes import physical_memory
+from common.errors import UserError
+from common.sizes import physical_memory
 from model import GPT, GPTConfig
 from training.checkpoint import rng_state, save_checkpoint, set_rng_state
 from training.device import keep_freed_memory, memory_use, pick_device, pick_dtype

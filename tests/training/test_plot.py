@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from config.errors import UserError
+from common.errors import UserError
 from training import plot
 from training.log import RunLog
 from training.plot import UNITS, read_run

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from config.errors import UserError
+from common.errors import UserError
 from data.making.writer import TokenWriter
 from training.batches import Prefetched, TokenBatches
 from tests.helpers.datasets import write_dataset

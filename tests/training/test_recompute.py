@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import training.loss
 import training.recompute
-from config.errors import UserError
+from common.errors import UserError
 from model import GPT, GPTConfig
 from tests.helpers.mechanisms import CHANGES, STACK
 from tests.helpers.models import FULL_STACK, VOCAB, tokens

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from config.gpt_config import GPTConfig
+from common.gpt_config import GPTConfig
 from interop.export import hf_model
 from tests.helpers.models import full_logits, random_model
 

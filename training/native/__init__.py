@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from attention import causal_attention
 from attention.rope import norm_and_rotate
-from config.gpt_config import unknown_field
+from common.gpt_config import unknown_field
 import extension
 from training import loss
 from training.device import multiplies_bfloat16, pick_dtype

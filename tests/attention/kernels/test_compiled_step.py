@@ -16,7 +16,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch._inductor.virtualized import V
 from attention.backends import triton_enabled
-from config.gpt_config import GPTConfig
+from common.gpt_config import GPTConfig
 from engine.pages.cache import PagedKVCache
 from engine.steps.fused import fuse
 from engine.steps.static import StaticCache

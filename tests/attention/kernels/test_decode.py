@@ -9,7 +9,7 @@ from attention.backends import triton_enabled
 from attention.cached import cached_attention, dequantize, kernel_takes
 from attention.kernels import decode
 from attention.kernels.decode import Tuning, split_blocks, stored_attention
-from config.gpt_config import GPTConfig
+from common.gpt_config import GPTConfig
 from engine.pages.cache import PagedKVCache
 from kv.quantize import quantize_int8
 from tests.helpers.models import FULL_STACK, random_model, tokens

@@ -6,7 +6,7 @@ import sys
 import pyarrow.parquet
 import pytest
 
-from config.errors import UserError
+from common.errors import UserError
 from data.making.stream import batches, encode_batch, encoded, file_documents, hub_documents
 from tests.data.support import DOCUMENTS, contents, fake_datasets, ids_of
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config.errors import UserError
+from common.errors import UserError
 from data.bpe import END_OF_TEXT
 from data.making.textfiles import find_files, pieces, split
 from data.tokenfiles import read_meta

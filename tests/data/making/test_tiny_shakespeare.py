@@ -8,7 +8,7 @@ import urllib.request
 
 import pytest
 
-from config.errors import UserError
+from common.errors import UserError
 from data.datasets import DATA_ROOT
 from data.tokenfiles import read_meta
 from tests.data.support import ids_of

@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 
-from config.errors import UserError
+from common.errors import UserError
 from data.making.writer import TokenWriter
 from data.tokenfiles import is_prepared, open_split
 from tests.data.support import META, contents

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import ablate
-from config.errors import UserError
-from config.folder_lock import only_writer
+from common.errors import UserError
+from common.folder_lock import only_writer
 from lab.ablation.ladder import read_ladder
 from lab.ablation.results import Results
 

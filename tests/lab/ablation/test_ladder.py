@@ -1,7 +1,7 @@
 """Ladders: rows build on each other, mistakes are reported before training, runs are shared."""
 import pytest
 
-from config.errors import UserError
+from common.errors import UserError
 from kv.plan import plan_kv
 from lab.ablation import ladder as ladder_module
 from lab.ablation.ladder import parameters, read_ladder

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from config.errors import UserError
-from config.gpt_config import GPTConfig
+from common.errors import UserError
+from common.gpt_config import GPTConfig
 from data.bpe import encode_documents, learn_bpe, learned_encoding
 from data.recall.tasks import LagTask, LookupTask
 from data.tokenizer import BPETokenizer, CharTokenizer

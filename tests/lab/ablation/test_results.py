@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from config.errors import UserError
+from common.errors import UserError
 from lab.ablation import stats
 from lab.ablation.results import Results
 from lab.ablation.stats import holm, mean_sd, paired_difference

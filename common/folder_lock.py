@@ -15,8 +15,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from config.errors import UserError
-from config.files import regular_only
+from common.errors import UserError
+from common.files import regular_only
 
 UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP)  # of a file system without locks
 

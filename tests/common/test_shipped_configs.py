@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import configurator
-from config.gpt_config import GPTConfig
-from config.schema import MODEL
+from common.gpt_config import GPTConfig
+from common.settings import MODEL
 from engine.steps.native import MULTIPLE
 from kv.plan import plan_kv
 from model import GPT

@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from config.gpt_config import GPTConfig
+from common.gpt_config import GPTConfig
 
 STORED_DTYPES = ('float32', 'bfloat16', 'float16', 'int8', 'int4')
 KV_DTYPES = ('auto', *STORED_DTYPES)

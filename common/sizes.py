@@ -3,7 +3,7 @@ import os
 import re
 from decimal import Decimal
 
-from config.errors import UserError
+from common.errors import UserError
 
 UNITS = {'': 1, 'K': 10 ** 3, 'M': 10 ** 6, 'G': 10 ** 9, 'T': 10 ** 12,
          'KI': 2 ** 10, 'MI': 2 ** 20, 'GI': 2 ** 30, 'TI': 2 ** 40}  # each may be followed by B

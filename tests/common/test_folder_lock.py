@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from config import folder_lock as lock
-from config.errors import UserError
-from config.folder_lock import only_writer
+from common import folder_lock as lock
+from common.errors import UserError
+from common.folder_lock import only_writer
 
 ROOT = Path(lock.__file__).resolve().parents[1]
 HOLDER = '''
 import sys, time
 from pathlib import Path
-from config.folder_lock import only_writer
+from common.folder_lock import only_writer
 with only_writer(Path(sys.argv[1]), ''):
     Path(sys.argv[1], 'written').touch()
     print('held', flush=True)

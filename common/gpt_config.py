@@ -3,7 +3,7 @@ import dataclasses
 import functools
 from dataclasses import dataclass, field
 
-from config.errors import UserError, at_least, shown
+from common.errors import UserError, at_least, shown
 
 MAX_NUMBER = 2 ** 31 - 1
 MAX_MATRIX = 2 ** 40  # elements; torch counts bytes in 63 bits

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 import configurator
-from config.errors import UserError
-from config.removed import COMMIT, KEYS, VALUES
+from common.errors import UserError
+from common.removed import COMMIT, KEYS, VALUES
 from configurator import default_of, keys_of
 from tests.helpers.programs import SETTINGS
 from training.checkpoint import config_of
