@@ -201,7 +201,7 @@ def _unknown(names: list[str], keys, where: str) -> str:
             return f'{where}: {removed(name)}'
         near = difflib.get_close_matches(name, keys, n=1)
         found.append(repr(name) + (f' (did you mean {near[0]!r}?)' if near else ''))
-    plural = 's' * (len(names) > 1)
+    plural = 's' if len(names) > 1 else ''
     return f"{where}: unknown key{plural} {', '.join(found)}; --help lists all keys"
 
 
@@ -289,7 +289,7 @@ def run_program(main) -> None:
             Path(file).write_text(json.dumps({'message': message, 'timestamp': int(time.time())}))
         raise SystemExit(2) from None
     except KeyboardInterrupt:
-        end_of_line = '\n' * sys.stderr.isatty()  # after the ^C that a terminal shows
+        end_of_line = '\n' if sys.stderr.isatty() else ''  # after the ^C that it shows
         print(end_of_line + 'interrupted', file=sys.stderr)
         raise SystemExit(130) from None
     except BrokenPipeError:  # e.g. `sample.py | head`

@@ -20,7 +20,8 @@ def excepthook(kind, error, trace):
         return previous(kind, error, trace)
     root = os.path.relpath(ROOT)
     activate = os.path.normpath(os.path.join(root, '.venv/bin/activate'))
-    advice = f'activate the environment (source {activate}) or ' * os.path.isfile(activate)
+    has_one = os.path.isfile(activate)
+    advice = f'activate the environment (source {activate}) or ' if has_one else ''
     python = os.path.basename(sys.executable)
     print(f'error: this Python ({sys.executable}) has no {error.name}: {advice}'
           f'install with {python} -m pip install -e {root} (or make demo)', file=sys.stderr)

@@ -69,7 +69,8 @@ class Slot:
     def position_nbytes(self, kv_dtype: str) -> int:
         """Bytes of K and V (and their scales) of one position: 2 * Hkv * (D * element + scale)."""
         element, scale = KV_DTYPES[checked_dtype(kv_dtype)]
-        return (2 - self.tied) * self.n_kv_head * int(self.head_dim * element + scale)
+        n_tensors = 1 if self.tied else 2
+        return n_tensors * self.n_kv_head * int(self.head_dim * element + scale)
 
     def state_nbytes(self, kv_dtype: str) -> int:
         """Bytes per sequence of half a key, in float32 if the cache is quantized."""

@@ -250,7 +250,9 @@ class Generation:
         await self._send_events([*self.reply.last(), '[DONE]'], more=False)
 
     async def _send_events(self, documents, more=True):
-        names = ['event: cache\n' * isinstance(d, CacheEvent) for d in documents]
-        texts = [d if isinstance(d, str) else json.dumps(d) for d in documents]
-        body = ''.join(f'{name}data: {text}\n\n' for name, text in zip(names, texts))
+        body = ''
+        for document in documents:
+            name = 'event: cache\n' if isinstance(document, CacheEvent) else ''
+            text = document if isinstance(document, str) else json.dumps(document)
+            body += f'{name}data: {text}\n\n'
         await self.send({'type': 'http.response.body', 'body': body.encode(), 'more_body': more})

@@ -132,4 +132,4 @@ class ChatReply(Reply):
 
 def _of_token(event) -> tuple[list, list | None]:
     """The token of an event and its log-probability, if there are any, as lists of a choice."""
-    return [event.token] * (event.token >= 0), event.logprob and [event.logprob]
+    return [event.token] if event.token >= 0 else [], event.logprob and [event.logprob]

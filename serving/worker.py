@@ -82,9 +82,11 @@ class Worker(threading.Thread):
         with self._condition:
             if self._deadline is not None:
                 raise _stopping()
-            is_own = self._num_open[client] + num_choices > self.max_client_choices
-            if is_own or self._num_open.total() + num_choices > self.max_choices:
-                raise ApiError(429, f'too many requests{" of yours" * is_own} wait: try again',
+            whose = ''
+            if self._num_open[client] + num_choices > self.max_client_choices:
+                whose = ' of yours'
+            if whose or self._num_open.total() + num_choices > self.max_choices:
+                raise ApiError(429, f'too many requests{whose} wait: try again',
                                code='too_many_requests', headers={'Retry-After': '1'})
 
     def cancel(self, ticket: Ticket) -> None:
