@@ -190,8 +190,7 @@ def span(numbers: set[int]) -> str:
 
 def checked_dtype(kv_dtype: str) -> str:
     if kv_dtype not in KV_DTYPES:
-        allowed = ', '.join(map(repr, KV_DTYPES))
-        raise UserError(f'kv_dtype={kv_dtype!r}: allowed are {allowed}')
+        raise UserError(f"kv_dtype={kv_dtype!r}: allowed are {', '.join(map(repr, KV_DTYPES))}")
     return kv_dtype
 
 
