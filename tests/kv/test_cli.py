@@ -2,6 +2,7 @@
 import json
 import pickle
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -9,7 +10,7 @@ from common.errors import UserError
 from common.gpt_config import GPTConfig
 from kv.__main__ import main, parse_bytes
 from kv.plan import plan_kv
-from kv.svg import slot_text
+from kv.svg import CHARACTER, plan_svg, slot_text
 
 ROOT = Path(__file__).resolve().parents[2]
 STACK = dict(n_kv_head=1, layer_pattern='LLLLLG', kv_share='AABBBC', share_global_kv=True,
@@ -172,3 +173,16 @@ def test_the_committed_drawing_is_what_the_command_makes(tmp_path):
     main(['config/train_gpt2_mqa_local.py', f'--svg={file}'])
     assert file.read_bytes() == (ROOT / 'results' / 'kv' / 'plan.svg').read_bytes()
     assert '--svg=results/kv/plan.svg' in (ROOT / 'Makefile').read_text()
+
+
+@pytest.mark.parametrize('fields', [
+    dict(layer_pattern='G'),  # no local layers: short lines above the drawing
+    dict(layer_pattern='LLLLLG', window_size=9, kv_tied='all'), STACK | dict(n_layer=48)])
+def test_a_drawing_is_large_enough_for_its_texts(fields):
+    drawing = ElementTree.fromstring(plan_svg(plan_kv(GPTConfig(**fields)), 8, 'float32'))
+    width, height = float(drawing.get('width')), float(drawing.get('height'))
+    words = list(drawing.iter('{http://www.w3.org/2000/svg}text'))
+    assert len(words) > 10
+    for element in words:
+        assert float(element.get('x')) + CHARACTER * len(element.text) <= width
+        assert float(element.get('y')) <= height
