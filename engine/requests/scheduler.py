@@ -12,60 +12,10 @@ preempted, and recomputed later.
 """
 import itertools
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from common.errors import UserError
-from engine.requests.params import SamplingParams
-
-
-@dataclass(eq=False)
-class Request:
-    """A prompt with its parameters and progress. `number`: assigned in order of submission. client,
-    salt: as in `Engine.submit`."""
-    number: int
-    prompt: list[int]
-    params: SamplingParams
-    client: str = ''
-    salt: bytes = b''
-    tokens: list[int] = field(default_factory=list)      # generated, and known on the host
-    in_flight: int = 0                                   # 1 = one more was sampled, not read yet
-    num_computed_tokens: int = 0                         # prompt and generated, in the cache
-    row: int = -1                                        # -1 = not running
-    preempted: int = 0                                   # how many times
-    last_block: object = None                            # in the prefix store
-    chunk_ends: list[int] = field(default_factory=list)  # `PrefixStore.chunk_ends`
-    num_cached_tokens: int = -1                          # reused when it first ran; -1 = not yet
-    due: int = -1                                        # see `Scheduler.due`; -1 = never ran
-
-    @property
-    def length(self) -> int:
-        return len(self.prompt) + len(self.tokens) + self.in_flight
-
-    @property
-    def max_positions(self) -> int:
-        """Cache positions needed; the last sampled token is never appended to the cache."""
-        return len(self.prompt) + self.params.max_new_tokens - 1
-
-    @property
-    def pending(self) -> int:
-        """Number of tokens not in the cache yet; 1 while decoding: the last sampled token."""
-        return self.length - self.num_computed_tokens
-
-    @property
-    def finishing(self) -> bool:
-        """Whether its last token is in flight."""
-        return self.in_flight > 0 and len(self.tokens) + 1 >= self.params.max_new_tokens
-
-    @property
-    def decoding(self) -> bool:
-        return self.num_computed_tokens > 0 and self.pending == 1 and not self.finishing
-
-    def next_tokens(self, n: int) -> list[int]:
-        """The first n tokens that are not in the cache yet."""
-        start = self.num_computed_tokens
-        if start >= len(self.prompt):
-            return self.tokens[start - len(self.prompt):][:n]
-        return (self.prompt[start:start + n] + self.tokens)[:n]
+from engine.requests.request import Request
 
 
 @dataclass
@@ -73,6 +23,10 @@ class Work:
     """One step: chunks of prompts, at most one of each, and the requests that decode."""
     prefill: list[tuple[Request, int]]  # (request, tokens)
     decode: list[Request]
+
+    @property
+    def parts(self) -> list[tuple[Request, int]]:
+        return self.prefill + [(request, 1) for request in self.decode]
 
 
 class Scheduler:

@@ -156,7 +156,7 @@ PREFIX = {
     'engine.prefix.blocks.BlockCopier': ['put_page', 'page'],
 }
 POINTS = ['model.GPT.forward', 'model.Block.forward', 'engine.engine.sample_rows',
-          'engine.requests.stopping.SampleText.add', 'engine.requests.sampler.SampleRow.see',
+          'engine.requests.stopping.SampleText.add', 'engine.requests.request.Request.take',
           'engine.requests.flight.Flight.read', 'engine.requests.scheduler.Scheduler.finish',
           'engine.requests.scheduler.Scheduler._free_row',
           'engine.pages.cache.PagedKVCache.move', 'engine.pages.cache.PagedKVCache.reserve',
@@ -195,7 +195,7 @@ def test_a_step_may_fail_anywhere_and_loses_and_repeats_nothing(
             failed += 1
             if name in POINTS[:3]:  # all wait again, in their old order
                 numbers = [request.number for request in engine.scheduler.waiting]
-                assert numbers == sorted(engine.jobs) and not engine.scheduler.running
+                assert numbers == sorted(engine.requests) and not engine.scheduler.running
         assert len(events) < 200 and failed <= 3
     for index, expected in enumerate(alone):
         mine = [e for e in events if e.index == index]
