@@ -38,7 +38,7 @@ from engine.requests.params import SamplingParams
 from engine.text.prompts import encode_lines, encode_prompt, read_lines, read_start
 from engine.requests.sampler import TopPSampler, sample_generators
 from engine.requests.stopping import SampleText, parse_stops
-from engine.text.watch import watchable, watching
+from engine.text.lanes import watchable, watching
 from engine.weights.quantize import weight_bytes, weights_dtype
 from generate import Generation, cache_length
 from interop.load import load, with_newest_run

@@ -20,7 +20,7 @@ from engine.requests.flight import Flight
 from engine.weights.linear import speed_up_on_cpu
 from engine.steps.native import NativeDecode
 from engine.pages.cache import PAGE_SIZE, PagedKVCache
-from engine.pages.table import pages_within
+from engine.pages.page_table import pages_within
 from engine.requests.params import Completion, SamplingParams, check_prompt, check_tokens
 from engine.prefix.store import PrefixStore
 from engine.requests.request import Event, Request, prompt_ids
@@ -69,9 +69,8 @@ class Engine:
         self.cache = model.new_cache(max_batch_size, max_seq_len, kv_dtype, PagedKVCache,
                                      n_pages=n_pages, page_size=page_size)
         self.prefix = PrefixStore(self.cache, prefix_budget) if prefix_budget else None
-        alone = prefill_chunk or PREFILL_ALONE
-        prefill_chunk = prefill_chunk or PREFILL_CHUNK
-        self.scheduler = scheduler(self.cache, prefill_chunk, self.prefix, alone)
+        self.scheduler = scheduler(self.cache, prefill_chunk or PREFILL_CHUNK, self.prefix,
+                                   prefill_chunk or PREFILL_ALONE)
         speed_up_on_cpu(model)
         self.fast_decode = fast_decode(model, self.cache, captured)
         self.cache.chunks_in_cpp = isinstance(self.fast_decode, NativeDecode)
@@ -114,7 +113,7 @@ class Engine:
         """End a request. Returns its last event, which `step` also returns, or None if it has
         already ended (its last event may not have been returned yet)."""
         try:
-            self._land()  # it may end by the token that is in flight
+            self._land(self._flight)  # it may end by the token that is in flight
             if index not in self.requests:
                 return None
             self._end(self.requests[index], 'cancelled')
@@ -173,7 +172,8 @@ class Engine:
                 self._events[:0] = [event for event in events if event.index not in mine]
                 for event in events:
                     if event.index in mine:
-                        left -= event.completion is not None
+                        if event.completion:
+                            left -= 1
                         yield replace(event, index=event.index - first)
         finally:
             for index in mine:
@@ -215,27 +215,25 @@ class Engine:
                 self._emit(request, tokens[k], texts[k], logprob, last=k == len(tokens) - 1)
         self._failed = False
 
-    # -- schedule ----------------------------------------------------------------------------------
-
     def _schedule(self) -> Work:
         flight = self._flight
         if flight and (flight.penalised or self.scheduler.may_preempt()):
-            self._land()  # a request that starts again must know its tokens
+            self._land(self._flight)  # a request that starts again must know its tokens
         work = self.scheduler.schedule()
         self.held_peak = max(self.held_peak, self.cache.held_nbytes)
         return work
 
-    # -- run: parts are [(request, number of tokens)] ----------------------------------------------
-
     def _run(self, work: Work) -> list[tuple[list[Request], Drawn]]:
         """Compute the work, and sample a token for each request whose tokens are all in the cache
-        then. Returns for each forward pass these requests and what was drawn."""
+        then. Returns for each forward pass these requests and what was drawn. Below, `parts` are
+        [(request, number of tokens)]."""
         if self._in_cpp(work.prefill, work.decode):
-            return [self._extend(work.parts)]
-        sampled = [self._prefill(parts) for parts in passes(work.prefill)]
-        if work.decode:
-            sampled.append(self._decode(work.decode))
-        return sampled
+            sampled = [self._extend(work.parts)]
+        else:
+            sampled = [self._prefill(parts) for parts in passes(work.prefill)]
+            if work.decode:
+                sampled.append(self._decode(work.decode))
+        return [(requests, drawn) for requests, drawn in sampled if requests]
 
     def _in_cpp(self, chunks, decoding) -> bool:
         """Whether the C++ step computes prompts and decoding rows together, which reads the weights
@@ -285,52 +283,40 @@ class Engine:
         `sample_rows`."""
         rows = [b for b, (request, n) in enumerate(parts) if n and request.pending == n]
         requests = [parts[b][0] for b in rows]
-        if not rows:
-            return [], Drawn(torch.empty(0), [])
-        return requests, (sample or sample_rows)(logits, requests, rows)
-
-    # -- finish ------------------------------------------------------------------------------------
+        return requests, (sample or sample_rows)(logits, requests, rows) if rows else None
 
     def _finish(self, work: Work, sampled) -> None:
-        """Count what was computed, and emit the tokens that are known: those of the last step, and
-        those of this one unless the engine is asynchronous."""
-        taken = self._take()  # while the device computes
-        failed = [request for request, token, *_ in taken if token < 0]
-        # the prefix cache needs the tokens, and a request that ends frees its row
-        for request, n in work.parts:
-            if request not in failed:
-                self.scheduler.computed(request, n)
-        self._emit_taken(taken)
-        sampled = [(requests, drawn) for requests, drawn in sampled if requests]
-        if sampled:
-            self._flight = Flight(sampled)
+        """Count what was computed, and emit tokens: of this step, or if the engine is asynchronous
+        those of the last one, while the device computes this one."""
+        flight = Flight(sampled) if sampled else None
+        if self.asynchronous:
+            flight, self._flight = self._flight, flight
+        self._land(flight, work.parts)
+        if self._flight:
             for request in self._flight.requests:
                 request.in_flight = 1
-        if not self.asynchronous:
-            self._land()
 
-    def _land(self) -> None:
-        """Read the tokens in flight, and emit their events."""
-        self._emit_taken(self._take())
-
-    def _take(self) -> list[tuple]:
-        """Append the tokens in flight to their requests: [(request, token, its text, logprob)]."""
-        taken = []
-        if self._flight:
-            for request, token, logprob in self._flight.read():
-                if request.number in self.requests:  # it has not ended
-                    text = request.take(token, logprob) if token >= 0 else ''
-                    taken.append((request, token, text, logprob))
-        self._flight = None
-        return taken
-
-    def _emit_taken(self, taken) -> None:
-        for request, token, text, logprob in taken:
-            if token >= 0:
-                if request.first_token is None:
-                    request.first_token = time.perf_counter()
-                self._emit(request, token, text, logprob)
+    def _land(self, flight: Flight | None, parts=()) -> None:
+        """Append the tokens of a flight to their requests, then count these parts as computed (the
+        prefix cache needs the tokens), then emit (a request that ends frees its row)."""
+        if flight is self._flight:
+            self._flight = None
+        landed, failed = [], []
+        for request, token, logprob in flight.read() if flight else ():
+            if request.number not in self.requests:  # it has ended
                 continue
+            if token < 0:
+                failed.append(request)
+            else:
+                landed.append((request, token, request.take(token, logprob), logprob))
+        for request, n in parts:
+            if request not in failed:
+                self.scheduler.computed(request, n)
+        for request, *sampled in landed:
+            if request.first_token is None:
+                request.first_token = time.perf_counter()
+            self._emit(request, *sampled)
+        for request in failed:
             n, last_block = len(request.tokens), request.last_block
             self._end(request, 'error', f'the logits of token {n} are not finite (NaN or inf)')
             if self.prefix:  # no request may reuse its blocks

@@ -2,7 +2,7 @@
 import time
 from dataclasses import dataclass
 
-from engine.pages.table import page_nbytes, rows_nbytes
+from engine.pages.page_table import page_nbytes, rows_nbytes
 
 
 @dataclass(frozen=True)

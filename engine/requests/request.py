@@ -99,9 +99,8 @@ class Request:
 
     def ending(self) -> str:
         """'stop', 'length', or '' if the request continues."""
-        if self.tokens and self.tokens[-1] in self.stop_tokens:
-            return 'stop'
-        if self.text and self.text.stopped:
+        in_text = self.text and self.text.stopped
+        if in_text or self.tokens and self.tokens[-1] in self.stop_tokens:
             return 'stop'
         return 'length' if len(self.tokens) >= self.params.max_new_tokens else ''
 

@@ -132,10 +132,10 @@ def most_likely(scores: torch.Tensor) -> torch.Tensor:
 
 
 def draw_plain(logits, temperature=None, u=None) -> torch.Tensor:
-    """What `sample_rows` gives for requests that are `plain`, in operations that a CUDA graph captures.
+    """What `sample_rows` gives for `plain` requests, in operations that a CUDA graph captures.
 
-    logits: (B, V). temperature, u: (B, 1) float64, of each request; its `uniform()`, unless it has
-    temperature 0. None = all have. Returns (B,) int64.
+    logits: (B, V). temperature, u: (B, 1) float64, of each request; its `uniform()`, unless it is
+    greedy. None = all are. Returns (B,) int64.
     """
     scores = _at_least_float32(logits)
     tokens = scores.argmax(-1, keepdim=True)

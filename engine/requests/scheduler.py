@@ -97,7 +97,8 @@ class Scheduler:
     def restart(self, requests: list[Request]) -> None:
         """After an error and a reset of the cache: queue all unfinished requests in order."""
         for request in requests:
-            request.preempted += request.row >= 0
+            if request.row >= 0:
+                request.preempted += 1
             request.row, request.num_computed_tokens, request.in_flight = -1, 0, 0
             request.last_block = None
         self.waiting, self.running = deque(sorted(requests, key=lambda r: r.number)), []
@@ -118,18 +119,14 @@ class Scheduler:
         table = self.cache.table
         while self.waiting and len(self.running) < self.cache.batch_size:
             request = self._next_waiting()
-            # one spare page if a running request may grow, so that it does not preempt the new one
-            spare = any(table.pages_for(r.max_positions) > len(table.rows[r.row])
-                        for r in self.running)
-            available = table.n_available
-            needed = table.pages_for(request.length) + spare
+            available, needed = table.n_available, table.pages_for(request.length)
+            if any(table.pages_for(r.max_positions) > len(table.rows[r.row]) for r in self.running):
+                needed += 1  # so that a running request that grows does not preempt the new one
             if self.prefix:
                 hit = self.prefix.match(request.prompt + request.tokens, request.salt)
                 available = self.prefix.n_available(hit.blocks)
                 needed -= sum(block.page >= 0 for block in hit.blocks)
-            if available < needed:
-                return
-            if self.prefix and self._is_being_computed(request, hit.length):
+            if available < needed or self.prefix and self._is_being_computed(request, hit.length):
                 return
             self.waiting.remove(request)
             request.row = len(self.running)
@@ -170,8 +167,8 @@ class Scheduler:
             if not other.decoding and other.salt == request.salt:
                 pairs = zip(mine[:-1], other.prompt + other.tokens)
                 common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-                known = max(n_cached, other.num_computed_tokens)
-                if self.prefix.shareable(other.chunk_ends, common) > known:
+                reusable = self.prefix.shareable(other.chunk_ends, common)
+                if reusable > max(n_cached, other.num_computed_tokens):
                     return True
         return False
 

@@ -2,7 +2,7 @@
 
     decode = captured_decode(model, cache)  # None if capture is not faster
     logits = decode(tokens)                 # (n, 1) ids of the first n rows -> (n, V), asynchronous
-    drawn = decode.sample_rows(logits, requests, at)  # captured, too, if all they ask is temperatures
+    drawn = decode.sample_rows(logits, requests, at)  # captured, too, if all are `plain`
 
 A graph has fixed shapes, so there is one for each of 1, 2, 4, 8, ... rows. On other devices
 `CapturedDecode` calls the step directly, for tests. What model.py computes is what counts: a step

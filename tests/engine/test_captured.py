@@ -18,7 +18,7 @@ from common.gpt_config import GPTConfig
 from engine.steps.captured import CapturedDecode, captured_decode, suits_capture
 from engine.engine import Engine
 from engine.pages.cache import PagedKVCache
-from engine.pages.table import OutOfPages
+from engine.pages.page_table import OutOfPages
 from engine.requests.params import SamplingParams
 from engine.requests.request import Request
 from engine.requests.sampler import sample_rows

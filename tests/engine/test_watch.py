@@ -7,7 +7,7 @@ from rich.cells import cell_len
 from common.gpt_config import GPTConfig
 from common.sizes import nice_bytes
 from engine.text import watch
-from engine.text.watch import EMPTY, GENERATED, LEGEND, NEWEST, NEXT, PROMPT, frame, lane
+from engine.text.lanes import EMPTY, GENERATED, LEGEND, NEWEST, NEXT, PROMPT, frame, lane
 from kv.cache import KVCache
 from kv.plan import plan_kv
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from data.tokenizer import BPETokenizer, CharTokenizer
 from engine.engine import Engine
-from engine.pages.table import page_nbytes, rows_nbytes
+from engine.pages.page_table import page_nbytes, rows_nbytes
 from engine.requests.params import SamplingParams
 from engine.requests.request import Request
 from engine.requests.sampler import sample_rows
