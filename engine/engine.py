@@ -14,19 +14,19 @@ from dataclasses import replace
 import torch
 
 from common.errors import UserError
-from engine.steps.captured import CapturedDecode
-from engine.steps.decode import fast_decode
-from engine.requests.flight import Flight
-from engine.weights.linear import speed_up_on_cpu
-from engine.steps.native import NativeDecode
 from engine.pages.cache import PAGE_SIZE, PagedKVCache
 from engine.pages.page_table import pages_within
-from engine.requests.params import Completion, SamplingParams, check_prompt, check_tokens
+from engine.pages.view import RowView, view_of
 from engine.prefix.store import PrefixStore
+from engine.requests.flight import Flight
+from engine.requests.params import Completion, SamplingParams, check_prompt, check_tokens
 from engine.requests.request import Event, Request, prompt_ids
 from engine.requests.sampler import Drawn, sample_rows
 from engine.requests.scheduler import Scheduler, Work
-from engine.pages.view import RowView, view_of
+from engine.steps.captured import CapturedDecode
+from engine.steps.decode import fast_decode
+from engine.steps.native import NativeDecode
+from engine.weights.linear import speed_up_on_cpu
 from kv.cache import on_device
 
 PREFILL_CHUNK, PREFILL_ALONE = 256, 1024  # while rows decode, and while none does

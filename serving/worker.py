@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.requests.request import Event
 from engine.requests.params import SamplingParams
+from engine.requests.request import Event
 from serving.api import ApiError
 
 VIEW_INTERVAL = 0.05  # least seconds between two views of a choice's row, except the last

@@ -15,8 +15,8 @@ blocks (vLLM), caching between turns (Character.AI, "Optimizing AI Inference", 2
 """
 from array import array
 
-from engine.prefix.blocks import Block, Hit, allocated_nbytes
 from engine.pages.page_table import OutOfPages
+from engine.prefix.blocks import Block, Hit, allocated_nbytes
 from engine.prefix.tree import BlockTree
 
 

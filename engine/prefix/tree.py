@@ -10,8 +10,8 @@ import itertools
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from engine.prefix.blocks import Block, BlockCopier, PrefixStats, allocated_nbytes
 from engine.pages.cache import PagedKVCache
+from engine.prefix.blocks import Block, BlockCopier, PrefixStats, allocated_nbytes
 
 SPARE, EARLIER = 4, 3  # ages are multiplied by this
 

@@ -16,10 +16,10 @@ import torch
 from attention.backends import triton_usable
 from attention.kernels.flex import with_own_code
 from common.gpt_config import unknown_field
-from engine.steps.agreement import difference, note_once
-from engine.steps.fused import fuse, unfuse
 from engine.requests.request import Request
 from engine.requests.sampler import Drawn, draw_plain, sample_rows
+from engine.steps.agreement import difference, note_once
+from engine.steps.fused import fuse, unfuse
 from engine.steps.static import StaticCache
 from kv.cache import on_device
 

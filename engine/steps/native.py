@@ -10,10 +10,10 @@ from torch import nn
 
 from common.gpt_config import unknown_field
 from engine import native
-from engine.steps.agreement import difference, note_once
-from engine.weights.linear import describe, suits_prompts
 from engine.pages.cache import PagedKVCache, PagedStore
 from engine.pages.chunks import STORED, describe as describe_stored
+from engine.steps.agreement import difference, note_once
+from engine.weights.linear import describe, suits_prompts
 from engine.weights.quantized import Int8Embedding, QuantizedLinear
 from kv.cache import KVCache
 from kv.slots import RingStore
