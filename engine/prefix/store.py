@@ -162,14 +162,15 @@ class PrefixStore(BlockTree):
         n = self.cache.length(row) - last_block.end
         if n:
             [piece] = self._pieces(tokens[last_block.end:last_block.end + n])
-            inside = [block for common, block in last_block.children.nearest(piece)
+            neighbours = last_block.children.nearest(piece)
+            longer = [block for common, block in neighbours
                       if common == n and self._resumable(block, n)]
-            same = last_block.children.get(piece)  # without the local part or state it once had
-            block = inside[0] if inside else same or Block(piece, last_block)
-            if not inside:
-                self._fill(row, block)
-                self._add_state(row, block)
-            last_block = block
+            if longer:
+                last_block = longer[0]
+            else:  # a block of the same tokens may lack the local part or state that it once had
+                last_block = last_block.children.get(piece) or Block(piece, last_block)
+                self._fill(row, last_block)
+                self._add_state(row, last_block)
         offset = n or last_block.n
         for block, *_ in self._window(last_block, offset):
             self._copy_local(row, block)  # what was dropped in the meantime
