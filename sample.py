@@ -31,14 +31,14 @@ from common.errors import UserError, at_least
 from common.settings import Json, KVDtype, Running, Sampling, Source, key
 from common.sizes import nice_bytes, parse_bytes
 from common.terminal import visible
-from engine.steps.captured import MIN_CAPTURED
-from engine.steps.decode import fast_decode
-from engine.text.many import complete, fitted, json_lines, make_engine, show_many
 from engine.requests.params import SamplingParams
-from engine.text.prompts import encode_lines, encode_prompt, read_lines, read_start
 from engine.requests.sampler import TopPSampler, sample_generators
 from engine.requests.stopping import SampleText, parse_stops
-from engine.text.watch import watchable, watching
+from engine.steps.captured import MIN_CAPTURED
+from engine.steps.decode import fast_decode
+from engine.text.lanes import watchable, watching
+from engine.text.many import complete, fitted, json_lines, make_engine, show_many
+from engine.text.prompts import encode_lines, encode_prompt, read_lines, read_start
 from engine.weights.quantize import weight_bytes, weights_dtype
 from generate import Generation, cache_length
 from interop.load import load, with_newest_run

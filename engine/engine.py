@@ -14,19 +14,19 @@ from dataclasses import replace
 import torch
 
 from common.errors import UserError
+from engine.pages.cache import PAGE_SIZE, PagedKVCache
+from engine.pages.page_table import pages_within
+from engine.pages.view import RowView, view_of
+from engine.prefix.store import PrefixStore
+from engine.requests.flight import Flight
+from engine.requests.params import Completion, SamplingParams, check_prompt, check_tokens
+from engine.requests.request import Event, Request, prompt_ids
+from engine.requests.sampler import Drawn, sample_rows
+from engine.requests.scheduler import Scheduler, Work
 from engine.steps.captured import CapturedDecode
 from engine.steps.decode import fast_decode
-from engine.requests.flight import Flight
-from engine.requests.job import Event, Job, prompt_ids
-from engine.weights.linear import speed_up_on_cpu
 from engine.steps.native import NativeDecode
-from engine.pages.cache import PAGE_SIZE, PagedKVCache
-from engine.pages.table import pages_within
-from engine.requests.params import Completion, SamplingParams, check_prompt, check_tokens
-from engine.prefix.store import PrefixStore
-from engine.requests.sampler import sample_rows
-from engine.requests.scheduler import Request, Scheduler
-from engine.pages.view import RowView, view_of
+from engine.weights.linear import speed_up_on_cpu
 from kv.cache import on_device
 
 PREFILL_CHUNK, PREFILL_ALONE = 256, 1024  # while rows decode, and while none does
@@ -69,17 +69,16 @@ class Engine:
         self.cache = model.new_cache(max_batch_size, max_seq_len, kv_dtype, PagedKVCache,
                                      n_pages=n_pages, page_size=page_size)
         self.prefix = PrefixStore(self.cache, prefix_budget) if prefix_budget else None
-        alone = prefill_chunk or PREFILL_ALONE
-        prefill_chunk = prefill_chunk or PREFILL_CHUNK
-        self.scheduler = scheduler(self.cache, prefill_chunk, self.prefix, alone)
+        self.scheduler = scheduler(self.cache, prefill_chunk or PREFILL_CHUNK, self.prefix,
+                                   prefill_chunk or PREFILL_ALONE)
         speed_up_on_cpu(model)
         self.fast_decode = fast_decode(model, self.cache, captured)
         self.cache.chunks_in_cpp = isinstance(self.fast_decode, NativeDecode)
         captures = isinstance(self.fast_decode, CapturedDecode)
         self.asynchronous = captures if asynchronous is None else asynchronous
         self._flight: Flight | None = None           # sampled tokens that were not read yet
-        self.jobs: dict[int, Job] = {}              # unfinished requests, by number
-        self.watched: dict[int, RowView | None] = {}  # of these requests, the newest `view`
+        self.requests: dict[int, Request] = {}       # unfinished, by number
+        self.views: dict[int, RowView | None] = {}   # the newest `view` of each in `keep_view`
         self._events: list[Event] = []               # to be returned by this step or the next
         self._failed = False                         # a step failed, and `_recover` is not done
         self._submitted = 0
@@ -88,7 +87,7 @@ class Engine:
     @property
     def n_unfinished(self) -> int:
         """Number of requests whose last event has not been returned yet."""
-        return len(self.jobs) + sum(event.completion is not None for event in self._events)
+        return len(self.requests) + sum(event.completion is not None for event in self._events)
 
     def submit(self, prompt: str | list[int], params: SamplingParams | None = None,
                client: str = '', salt: bytes = b'') -> int:
@@ -102,8 +101,8 @@ class Engine:
         try:
             ids = prompt_ids(prompt, self.tokenizer)
             self._check(ids, params)
-            request = Request(index, ids, params, client, salt)
-            self.jobs[index] = Job(request, self.tokenizer, time.perf_counter())
+            request = Request(index, ids, params, client, salt, self.tokenizer)
+            self.requests[index] = request
             self.scheduler.waiting.append(request)
         except UserError as e:
             refused = Completion(ids, [], '', 'error', str(e), seconds=0.0)
@@ -114,23 +113,23 @@ class Engine:
         """End a request. Returns its last event, which `step` also returns, or None if it has
         already ended (its last event may not have been returned yet)."""
         try:
-            self._land()  # it may end by the token that is in flight
-            if index not in self.jobs:
+            self._land(self._flight)  # it may end by the token that is in flight
+            if index not in self.requests:
                 return None
-            self._end(self.jobs[index], 'cancelled')
+            self._end(self.requests[index], 'cancelled')
         except BaseException:
             self._failed = True  # the next step recovers
             raise
         return self._events[-1]
 
-    def watch(self, index: int) -> None:
-        """Keep a view of this request's row when it ends. The caller removes it from `watched`."""
-        self.watched[index] = None
+    def keep_view(self, index: int) -> None:
+        """Keep a view of this request's row when it ends. The caller removes it from `views`."""
+        self.views[index] = None
 
     def view(self, index: int, done: bool = False) -> RowView | None:
-        """What the row of an unfinished, watched request holds. None: it has not had a row yet."""
-        self.watched[index] = view_of(self.jobs[index], self.scheduler, done)
-        return self.watched[index]
+        """What the row of an unfinished request holds. None: it has not had a row yet."""
+        self.views[index] = view_of(self.requests[index], self.scheduler, done)
+        return self.views[index]
 
     def _check(self, ids, params):
         vocab_size = self.model.config.vocab_size
@@ -173,7 +172,8 @@ class Engine:
                 self._events[:0] = [event for event in events if event.index not in mine]
                 for event in events:
                     if event.index in mine:
-                        left -= event.completion is not None
+                        if event.completion:
+                            left -= 1
                         yield replace(event, index=event.index - first)
         finally:
             for index in mine:
@@ -187,47 +187,16 @@ class Engine:
         next step recomputes the cache and returns the pending events."""
         if self._failed:  # the recovery was interrupted
             self._recover()
-        before = self._flight
         try:
-            if before and (before.penalised or self.scheduler.may_preempt()):
-                self._land()  # a request that starts again must know its tokens
-            work = self.scheduler.schedule()
-            self.held_peak = max(self.held_peak, self.cache.held_nbytes)
-            self._run(work.prefill, [(request, 1) for request in work.decode])
-            if self._flight is before:  # this step sampled nothing
-                self._land()
+            work = self._schedule()
+            sampled = self._run(work)
+            self._finish(work, sampled)
         except BaseException:
             self._failed = True
             self._recover()
             raise
         events, self._events = self._events, []
         return events
-
-    def _run(self, chunks, decoding) -> None:
-        """chunks, decoding: [(request, number of tokens)]."""
-        if self._in_cpp(chunks, decoding):
-            self._extend(chunks + decoding)
-            return
-        for parts in passes(chunks):
-            if self._in_cpp(parts, []):
-                self._extend(parts)
-            else:
-                self._forward(parts, [request.row for request, _ in parts])
-        if decoding := still_running(decoding):
-            self._decode(decoding)
-
-    def _in_cpp(self, chunks, decoding) -> bool:
-        """Whether the C++ step computes prompts and decoding rows together, which reads the weights
-        once (Sarathi, Agrawal et al. 2023). Without such rows torch may be faster."""
-        if self.asynchronous or not chunks or not isinstance(self.fast_decode, NativeDecode):
-            return False
-        return decoding or sum(n for _, n in chunks) <= self.fast_decode.most_tokens
-
-    def _extend(self, parts) -> None:
-        logits = self.fast_decode.extend([request.next_tokens(n) for request, n in parts],
-                                         [request.row for request, _ in parts],
-                                         [request.pending == n for request, n in parts])
-        self._sample(parts, logits)
 
     def _recover(self) -> None:
         """After a failed step: rebuild all state from the sampled tokens and the events."""
@@ -237,34 +206,70 @@ class Engine:
             self.prefix.recover()
         for event in self._events:
             if event.completion:
-                self.jobs.pop(event.index, None)
-        self.scheduler.restart([job.request for job in self.jobs.values()])
-        for job in list(self.jobs.values()):
-            pieces, tokens = job.restore(), job.request.tokens
-            for k in range(job.num_emitted, len(tokens)):  # sampled but not emitted yet
-                logprob, last = job.logprobs and job.logprobs[k], k == len(tokens) - 1
-                self._emit(job, tokens[k], pieces[k], logprob, last)
+                self.requests.pop(event.index, None)
+        self.scheduler.restart(list(self.requests.values()))
+        for request in list(self.requests.values()):
+            texts, tokens, logprobs = request.restore(), request.tokens, request.logprobs
+            for k in range(request.num_emitted, len(tokens)):  # sampled but not emitted yet
+                logprob = logprobs[k] if logprobs else None
+                self._emit(request, tokens[k], texts[k], logprob, last=k == len(tokens) - 1)
         self._failed = False
 
-    def _decode(self, decoding) -> None:
+    def _schedule(self) -> Work:
+        flight = self._flight
+        if flight and (flight.penalised or self.scheduler.may_preempt()):
+            self._land(self._flight)  # a request that starts again must know its tokens
+        work = self.scheduler.schedule()
+        self.held_peak = max(self.held_peak, self.cache.held_nbytes)
+        return work
+
+    def _run(self, work: Work) -> list[tuple[list[Request], Drawn]]:
+        """Compute the work, and sample a token for each request whose tokens are all in the cache
+        then. Returns for each forward pass these requests and what was drawn. Below, `parts` are
+        [(request, number of tokens)]."""
+        if self._in_cpp(work.prefill, work.decode):
+            sampled = [self._extend(work.parts)]
+        else:
+            sampled = [self._prefill(parts) for parts in passes(work.prefill)]
+            if work.decode:
+                sampled.append(self._decode(work.decode))
+        return [(requests, drawn) for requests, drawn in sampled if requests]
+
+    def _in_cpp(self, chunks, decoding) -> bool:
+        """Whether the C++ step computes prompts and decoding rows together, which reads the weights
+        once (Sarathi, Agrawal et al. 2023). Without such rows torch may be faster."""
+        if self.asynchronous or not chunks or not isinstance(self.fast_decode, NativeDecode):
+            return False
+        return decoding or sum(n for _, n in chunks) <= self.fast_decode.most_tokens
+
+    def _extend(self, parts):
+        logits = self.fast_decode.extend([request.next_tokens(n) for request, n in parts],
+                                         [request.row for request, _ in parts],
+                                         [request.pending == n for request, n in parts])
+        return self._sample(parts, logits)
+
+    def _prefill(self, parts):
+        if self._in_cpp(parts, []):
+            return self._extend(parts)
+        return self._sample(parts, self._forward(parts, [request.row for request, _ in parts]))
+
+    def _decode(self, decoding):
         # prefilling rows in between are included with 0 tokens, so that the rows form one slice
-        by_row = {request.row: (request, n) for request, n in decoding}
+        by_row = {request.row: (request, 1) for request in decoding}
         parts = [by_row.get(row, (None, 0)) for row in range(max(by_row) + 1)]
         if self.fast_decode is None:
-            self._forward(parts, list(range(len(parts))))
-        else:
-            logits = self.fast_decode(self._ids_of(parts), [n for _, n in parts])
-            self._sample(parts, logits, getattr(self.fast_decode, 'sample_rows', None))
+            return self._sample(parts, self._forward(parts, list(range(len(parts)))))
+        logits = self.fast_decode(self._ids_of(parts), [n for _, n in parts])
+        return self._sample(parts, logits, getattr(self.fast_decode, 'sample_rows', None))
 
-    def _forward(self, parts, rows) -> None:
-        """parts: [(request or None, number of tokens)], one for each row."""
+    def _forward(self, parts, rows) -> torch.Tensor:
+        """(len(parts), V) logits after the last token of each."""
         lens = [n for _, n in parts]
-        logits = self.model(self._ids_of(parts), cache=self.cache, lens=lens, rows=rows)[0]
-        self._sample(parts, logits[:, -1])
+        return self.model(self._ids_of(parts), cache=self.cache, lens=lens, rows=rows)[0][:, -1]
 
     def _ids_of(self, parts) -> torch.Tensor:
         """(len(parts), t) token ids on the device, those in flight included."""
-        width, requests = max(n for _, n in parts), [request if n else None for request, n in parts]
+        width, requests = max(n for _, n in parts), [request for request, _ in parts]
         if self._flight and self._flight.requests == requests:  # most decode steps
             return self._flight.next_ids()
         ids = [request.next_tokens(n) if n else [] for request, n in parts]
@@ -273,80 +278,74 @@ class Engine:
             self._flight.fill(idx, requests)
         return idx
 
-    def _sample(self, parts, logits, sample=None) -> None:
-        """Sample a token for each request whose tokens are all in the cache now. logits: of all
-        parts, or only of those. sample: instead of `sample_rows`."""
-        sampling = [(b, self.jobs[request.number]) for b, (request, n) in enumerate(parts)
-                    if n and request.pending == n]
-        drawn, taken = None, []
-        if sampling:
-            drawn = (sample or sample_rows)(logits, [job.sampling for _, job in sampling],
-                                            [b for b, _ in sampling])
-            taken = self._take()  # while the device computes
-        # the prefix cache needs the tokens, and a request that ends frees its row
-        failed = [job.request for job, token, *_ in taken if token < 0]
-        for request, n in parts:
-            if n and request not in failed:
-                self.scheduler.computed(request, n)
-        self._emit_taken(taken)
-        if drawn:
-            self._flight = Flight([job for _, job in sampling], drawn)
-            for _, job in sampling:
-                job.launch()
-            if not self.asynchronous:
-                self._land()
+    def _sample(self, parts, logits, sample=None) -> tuple[list[Request], Drawn]:
+        """logits: of all parts, or only of those that are sampled. sample: instead of
+        `sample_rows`."""
+        rows = [b for b, (request, n) in enumerate(parts) if n and request.pending == n]
+        requests = [parts[b][0] for b in rows]
+        return requests, (sample or sample_rows)(logits, requests, rows) if rows else None
 
-    def _land(self) -> None:
-        """Read the tokens in flight, and emit their events."""
-        self._emit_taken(self._take())
+    def _finish(self, work: Work, sampled) -> None:
+        """Count what was computed, and emit tokens: of this step, or if the engine is asynchronous
+        those of the last one, while the device computes this one."""
+        flight = Flight(sampled) if sampled else None
+        if self.asynchronous:
+            flight, self._flight = self._flight, flight
+        self._land(flight, work.parts)
+        if self._flight:
+            for request in self._flight.requests:
+                request.in_flight = 1
 
-    def _take(self) -> list[tuple]:
-        """Append the tokens in flight to their requests: [(job, token, its text, logprob)]."""
-        taken, flight = [], self._flight
-        if flight:
-            for job, token, logprob in flight.read():
-                if self.jobs.get(job.request.number) is job:  # it has not ended
-                    text = job.take(token, logprob) if token >= 0 else ''
-                    taken.append((job, token, text, logprob))
-        self._flight = None
-        return taken
-
-    def _emit_taken(self, taken) -> None:
-        for job, token, text, logprob in taken:
-            if token >= 0:
-                job.first = job.first or time.perf_counter()
-                self._emit(job, token, text, logprob)
+    def _land(self, flight: Flight | None, parts=()) -> None:
+        """Append the tokens of a flight to their requests, then count these parts as computed (the
+        prefix cache needs the tokens), then emit (a request that ends frees its row)."""
+        if flight is self._flight:
+            self._flight = None
+        landed, failed = [], []
+        for request, token, logprob in flight.read() if flight else ():
+            if request.number not in self.requests:  # it has ended
                 continue
-            n, last_block = len(job.request.tokens), job.request.last_block
-            self._end(job, 'error', f'the logits of token {n} are not finite (NaN or inf)')
+            if token < 0:
+                failed.append(request)
+            else:
+                landed.append((request, token, request.take(token, logprob), logprob))
+        for request, n in parts:
+            if request not in failed:
+                self.scheduler.computed(request, n)
+        for request, *sampled in landed:
+            if request.first_token is None:
+                request.first_token = time.perf_counter()
+            self._emit(request, *sampled)
+        for request in failed:
+            n, last_block = len(request.tokens), request.last_block
+            self._end(request, 'error', f'the logits of token {n} are not finite (NaN or inf)')
             if self.prefix:  # no request may reuse its blocks
                 self.prefix.forget(last_block)
 
-    def _emit(self, job, token, text, logprob, last=True) -> None:
+    def _emit(self, request, token, text, logprob, last=True) -> None:
         """Emit the event of a token, which may end the request."""
-        if last and job.ending():
-            return self._end(job, job.ending(), token=token, text=text, logprob=logprob)
-        self._events.append(Event(job.request.number, token, text, logprob))
-        job.num_emitted += 1
+        reason = request.ending() if last else ''
+        if reason:
+            self._end(request, reason, token=token, text=text, logprob=logprob)
+        else:
+            self._events.append(Event(request.number, token, text, logprob))
+            request.num_emitted += 1
 
-    def _end(self, job, reason, error='', token=-1, text='', logprob=None) -> None:
-        request, whole = job.request, ''
-        if request.number in self.watched:
+    def _end(self, request, reason, error='', token=-1, text='', logprob=None) -> None:
+        whole, ttft_s = '', None
+        if request.number in self.views:
             self.view(request.number, done=True)
-        if job.text:
-            text += job.text.end()
-            whole = job.text.text
-        done = Completion(request.prompt, request.tokens, whole, reason, error, job.logprobs,
-                          job.first and job.first - job.submitted,
-                          time.perf_counter() - job.submitted, max(0, request.num_cached_tokens))
+        if request.text:
+            text += request.text.end()
+            whole = request.text.text
+        if request.first_token is not None:
+            ttft_s = request.first_token - request.submitted
+        done = Completion(request.prompt, request.tokens, whole, reason, error, request.logprobs,
+                          ttft_s, time.perf_counter() - request.submitted,
+                          max(0, request.num_cached_tokens))
         self._events.append(Event(request.number, token, text, logprob, done))
-        self.jobs.pop(request.number, None)  # it counts as ended even if the next line fails
+        self.requests.pop(request.number, None)  # it counts as ended even if the next line fails
         self.scheduler.finish(request, reusable=reason != 'error')
-
-
-def still_running(parts: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
-    """Those whose request has not ended since they were scheduled."""
-    return [(request, n) for request, n in parts if request.row >= 0]
 
 
 def passes(chunks: list[tuple[Request, int]]) -> list[list[tuple[Request, int]]]:

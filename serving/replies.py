@@ -3,7 +3,7 @@ import functools
 import secrets
 import time
 
-from engine.requests.job import Event
+from engine.requests.request import Event
 from engine.requests.params import Completion
 from serving.api import GenerationRequest
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.requests.job import Event
 from engine.requests.params import SamplingParams
+from engine.requests.request import Event
 from serving.api import ApiError
 
 VIEW_INTERVAL = 0.05  # least seconds between two views of a choice's row, except the last
@@ -149,7 +149,7 @@ class Worker(threading.Thread):
             else:
                 self._choices[number] = Choice(number, ticket, index)
                 if ticket.watched:
-                    self.engine.watch(number)
+                    self.engine.keep_view(number)
 
     def _cancel_all(self, ticket):
         for choice in [c for c in self._choices.values() if c.ticket is ticket]:
@@ -166,7 +166,7 @@ class Worker(threading.Thread):
 
     def _remove(self, choice, event):
         del self._choices[choice.number]
-        self.engine.watched.pop(choice.number, None)
+        self.engine.views.pop(choice.number, None)
         self._count_ended(choice.ticket, 1)
         if event and event.completion:
             self.metrics.ended(event.completion)
@@ -201,11 +201,11 @@ class Worker(threading.Thread):
         for event in events:
             choice = self._choices.get(event.index)
             if choice:  # otherwise it was cancelled
-                last = event.completion and self.engine.watched.get(event.index)
+                last = event.completion and self.engine.views.get(event.index)
                 deliveries[choice.ticket].append((choice.index, self._process_event(choice, event)))
                 if last:
                     deliveries[choice.ticket].append((choice.index, last))
-        if self.engine.watched:
+        if self.engine.views:
             self._add_views(deliveries)
         try:  # before delivery: a client may read the metrics as soon as it has its answer
             self.metrics.publish(self.engine, self._num_open.total())
@@ -216,8 +216,8 @@ class Worker(threading.Thread):
     def _add_views(self, deliveries):
         """Add a view of each watched row for which one is due."""
         now = time.monotonic()
-        interval = VIEW_INTERVAL * max(1.0, len(self.engine.watched) / MANY_WATCHED)
-        for number in self.engine.watched:
+        interval = VIEW_INTERVAL * max(1.0, len(self.engine.views) / MANY_WATCHED)
+        for number in self.engine.views:
             choice = self._choices[number]
             view = self.engine.view(number) if now >= choice.next_view else None
             if view:

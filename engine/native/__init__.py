@@ -29,21 +29,21 @@ def _library():
     return extension.opened(SOURCE, _checked)
 
 
-def _checked(found: ctypes.CDLL) -> ctypes.CDLL:
-    found.nanokv_sizes.restype = ctypes.c_int64
+def _checked(dll: ctypes.CDLL) -> ctypes.CDLL:
+    dll.nanokv_sizes.restype = ctypes.c_int64
     for k, struct in enumerate((Linear, Slot, Layer, Model, Step, Chunk)):
-        if found.nanokv_sizes(ctypes.c_int64(k)) != ctypes.sizeof(struct):
+        if dll.nanokv_sizes(ctypes.c_int64(k)) != ctypes.sizeof(struct):
             raise Unavailable(f'{struct.__name__} has a different size in the extension')
     for name in ('nanokv_decode', 'nanokv_linear', 'nanokv_attend'):
-        getattr(found, name).restype = None
-    found.tiles = bool(found.nanokv_tiles(1))
-    if found.tiles and not _tiles_agree(found):
+        getattr(dll, name).restype = None
+    dll.tiles = bool(dll.nanokv_tiles(1))
+    if dll.tiles and not _tiles_agree(dll):
         print('Note: matmuls on AMX tiles are wrong here and not used, slower', file=sys.stderr)
-        found.tiles = bool(found.nanokv_tiles(0))
-    return found
+        dll.tiles = bool(dll.nanokv_tiles(0))
+    return dll
 
 
-def _tiles_agree(found: ctypes.CDLL) -> bool:
+def _tiles_agree(dll: ctypes.CDLL) -> bool:
     """Whether matmuls on tiles (AMX) give what they give without them."""
     generator, k = torch.Generator().manual_seed(0), 128
     for m, n in ((40, 48), (24, 32), (8, 16)):
@@ -54,8 +54,8 @@ def _tiles_agree(found: ctypes.CDLL) -> bool:
             linear = Linear(weight.data_ptr(), scale.data_ptr(), None, n, k, dtype, k)
             y = torch.empty(2, m, n)
             for on in (0, 1):
-                found.nanokv_tiles(on)
-                found.nanokv_linear(ctypes.byref(linear), ctypes.c_void_p(x.data_ptr()),
+                dll.nanokv_tiles(on)
+                dll.nanokv_linear(ctypes.byref(linear), ctypes.c_void_p(x.data_ptr()),
                                     ctypes.c_int64(m), ctypes.c_void_p(y[on].data_ptr()),
                                     ctypes.c_int64(1))
             bound = 0 if dtype == INT8 else 1e-4  # sums of whole numbers are exact

@@ -12,7 +12,7 @@ import torch
 
 from attention.cached import TILE, cached_attention, kernel_takes
 from engine.pages import chunks
-from engine.pages.table import PageTable
+from engine.pages.page_table import PageTable
 from kv.cache import KVCache, Step, on_device, select_rows, slice_tokens
 from kv.plan import GLOBAL, KVPlan, Layer, Slot
 from kv.slots import KVStore
@@ -103,11 +103,12 @@ class PagedKVCache(KVCache):
         step = self._step
         if not isinstance(store, PagedStore):
             return super()._append(store, new)
+        if self._places is None:
+            self._places = self._places_of(step) if step.t == 1 else self._chunk_places(step)
         if step.t == 1:
-            self._places = self._places or self._places_of(step)
             active, pages, places = self._places
             return store.scatter(pages, places, select_rows(new, active))
-        seen, self._places = [], self._places or self._chunk_places(step)
+        seen = []
         for (batch, n, *_), (pages, places) in zip(step.chunks, self._places):
             seen.append(slice_tokens(new, batch, n))
             tokens = [x.transpose(1, 2).flatten(0, 1) for x in seen[-1]]
@@ -116,13 +117,13 @@ class PagedKVCache(KVCache):
 
     def _chunk_places(self, step):
         """For each chunk: page and offset of each of its tokens, row by row."""
-        size, found = self.table.page_size, []
+        size, of_chunks = self.table.page_size, []
         for batch, n, _, start in step.chunks:
             rows = [self.table.rows[row] for row in step.rows[batch]]
             places = [(pages[position // size], position % size) for pages in rows
                       for position in range(start, start + n)]
-            found.append(on_device(places, self.device).T)
-        return found
+            of_chunks.append(on_device(places, self.device).T)
+        return of_chunks
 
     def _places_of(self, step):
         """For a one-token step: the batch rows that append a token (None = all), and the page and
@@ -146,8 +147,7 @@ class PagedKVCache(KVCache):
         if only_chunk and (step.uniform or not by_kernel):
             return super()._attend(layer, q, appended, sink)
 
-        self._block_table = self._block_table or self._table_of(step)
-        table, kv_lens = self._block_table
+        table, kv_lens = self._table_of(step)
         if q.size(2) < step.t:
             kv_lens = on_device(step.ends, self.device)
         if by_kernel:
@@ -160,17 +160,16 @@ class PagedKVCache(KVCache):
     def _attend_chunks(self, layer, q, appended, sink):
         step, store = self._step, self.stores[layer.slot]
         if isinstance(store, PagedStore):
-            self._block_table = self._block_table or self._table_of(step)
             return chunks.attend(q, store.tensors, step.starts, step.lens, sink=sink,
-                                 table=self._block_table[0])
+                                 table=self._table_of(step)[0])
         y = torch.zeros_like(q)
         for (batch, n, *_), kv in zip(step.chunks, appended):
             rows = q[batch, :, :n]
-            found = chunks.attend(rows, kv, [kv[0].size(2) - n] * len(rows), [n] * len(rows),
-                                  layer.window, sink)
+            attended = chunks.attend(rows, kv, [kv[0].size(2) - n] * len(rows), [n] * len(rows),
+                                     layer.window, sink)
             if step.uniform:
-                return found
-            y[batch, :, :n] = found
+                return attended
+            y[batch, :, :n] = attended
         return y
 
     def _slices(self, step, most: int):
@@ -189,11 +188,15 @@ class PagedKVCache(KVCache):
 
     def _table_of(self, step):
         """Block table (B, n) int32, padded with -1, and the keys of each row, padding too, (B,)."""
+        if self._block_table is not None:
+            return self._block_table
         ends = [start + step.t for start in step.starts]
         width = self.table.pages_for(max(ends))
         rows = [self.table.rows[row][:width] for row in step.rows]
         table = [row + [-1] * (width - len(row)) for row in rows]
-        return on_device(table, self.device, torch.int32), on_device(ends, self.device)
+        table = on_device(table, self.device, torch.int32)
+        self._block_table = table, on_device(ends, self.device)
+        return self._block_table
 
     def reset(self, rows=None) -> None:
         """Empty rows and free their pages, except shared pages."""

@@ -2,7 +2,7 @@
 import time
 from dataclasses import dataclass
 
-from engine.pages.table import page_nbytes, rows_nbytes
+from engine.pages.page_table import page_nbytes, rows_nbytes
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,8 @@ class RowView:
     first_token: float | None
 
 
-def view_of(job, scheduler, done: bool) -> RowView | None:
-    """View the `scheduler.Request` of a job. None: the request has not had a row yet."""
-    request = job.request
+def view_of(request, scheduler, done: bool) -> RowView | None:
+    """View the row of a request. None: the request has not had a row yet."""
     if request.row < 0 and not request.preempted:
         return None
     cache, row, length, pages = scheduler.cache, request.row, 0, ()
@@ -46,4 +45,5 @@ def view_of(job, scheduler, done: bool) -> RowView | None:
     prefix = scheduler.prefix
     return RowView(row, length, request.num_cached_tokens, pages, nbytes,
                    len(scheduler.running), len(scheduler.waiting), table.n_free, cache.held_nbytes,
-                   prefix.nbytes if prefix else 0, done, time.perf_counter(), job.first)
+                   prefix.nbytes if prefix else 0, done, time.perf_counter(),
+                   request.first_token)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.pages.cache import PagedKVCache
-from engine.pages.table import page_nbytes
+from engine.pages.page_table import page_nbytes
 from kv.plan import LOCAL
 from kv.slots import RingStore
 
@@ -50,8 +50,9 @@ class Children(dict):
         right = bisect.bisect_left(self.order, tokens)
         near = self.order[max(0, right - CANDIDATES):right][::-1]
         near += self.order[right:right + CANDIDATES]
-        found = [(n, self[other]) for other in near if (n := common_tokens(other, tokens))]
-        return sorted(found, key=lambda each: -each[0])[:CANDIDATES]
+        pairs = [(common_tokens(other, tokens), self[other]) for other in near]
+        pairs.sort(key=lambda pair: -pair[0])
+        return [pair for pair in pairs[:CANDIDATES] if pair[0]]
 
 
 class Block:

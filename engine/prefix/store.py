@@ -15,8 +15,8 @@ blocks (vLLM), caching between turns (Character.AI, "Optimizing AI Inference", 2
 """
 from array import array
 
+from engine.pages.page_table import OutOfPages
 from engine.prefix.blocks import Block, Hit, allocated_nbytes
-from engine.pages.table import OutOfPages
 from engine.prefix.tree import BlockTree
 
 
@@ -53,9 +53,9 @@ class PrefixStore(BlockTree):
     def _nearest(self, parent, piece) -> list[tuple[Block, int]]:
         """[(child with the most leading tokens of `piece`, how many)], if possible one that a row
         can resume in; [] = there is none."""
-        found = parent.children.nearest(piece)
-        usable = [(n, block) for n, block in found if self._resumable(block, n)]
-        return [(block, n) for n, block in (usable or found)[:1]]
+        neighbours = parent.children.nearest(piece)
+        usable = [(n, block) for n, block in neighbours if self._resumable(block, n)]
+        return [(block, n) for n, block in (usable or neighbours)[:1]]
 
     def _pieces(self, tokens) -> list[bytes]:
         """The tokens block by block, as int32 bytes; the last piece may be shorter."""
@@ -113,7 +113,7 @@ class PrefixStore(BlockTree):
         """Copy pages on the host to the pool. Returns the pages of the blocks, and for a part of a
         block a page with a copy, still pinned."""
         missing = [block for block in hit.blocks if block.page < 0]
-        n = len(missing) + (hit.part is not None)
+        n = len(missing) + (1 if hit.part else 0)
         if n > self.n_available(hit.blocks):
             raise OutOfPages(f'{n} pages of {self.size} positions are to be restored: '
                              f'{self.n_available(hit.blocks)} of {self.table.n_pages} are free')
@@ -162,14 +162,15 @@ class PrefixStore(BlockTree):
         n = self.cache.length(row) - last_block.end
         if n:
             [piece] = self._pieces(tokens[last_block.end:last_block.end + n])
-            inside = [block for common, block in last_block.children.nearest(piece)
+            neighbours = last_block.children.nearest(piece)
+            longer = [block for common, block in neighbours
                       if common == n and self._resumable(block, n)]
-            same = last_block.children.get(piece)  # without the local part or state it once had
-            block = inside[0] if inside else same or Block(piece, last_block)
-            if not inside:
-                self._fill(row, block)
-                self._add_state(row, block)
-            last_block = block
+            if longer:
+                last_block = longer[0]
+            else:  # a block of the same tokens may lack the local part or state that it once had
+                last_block = last_block.children.get(piece) or Block(piece, last_block)
+                self._fill(row, last_block)
+                self._add_state(row, last_block)
         offset = n or last_block.n
         for block, *_ in self._window(last_block, offset):
             self._copy_local(row, block)  # what was dropped in the meantime

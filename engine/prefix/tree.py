@@ -10,8 +10,8 @@ import itertools
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from engine.prefix.blocks import Block, BlockCopier, PrefixStats, allocated_nbytes
 from engine.pages.cache import PagedKVCache
+from engine.prefix.blocks import Block, BlockCopier, PrefixStats, allocated_nbytes
 
 SPARE, EARLIER = 4, 3  # ages are multiplied by this
 
@@ -40,8 +40,6 @@ class BlockTree:
         self._protected = set()     # blocks whose pages `reclaim` must not take
         self._spare: OrderedDict[Block, None] = OrderedDict()  # with a local part, maybe unneeded
         self._ends: OrderedDict[Block, None] = OrderedDict()   # with anchors, maybe unneeded
-        self._levels = [(self._spare, SPARE, lambda block: self._drop_local([(block,)])),
-                        (self._ends, EARLIER, self._thin)]
         self.table.reclaim = self.reclaim
 
     def root(self, salt: bytes) -> Block:
@@ -53,7 +51,7 @@ class BlockTree:
         W positions before, and the state is there if rows have any."""
         if self.copier.state_nbytes and (n < block.n or block.state is None):
             return False
-        return all(each.n_local >= each.n - start for each, start, _ in self._window(block, n))
+        return all(part.n_local >= part.n - start for part, start, _ in self._window(block, n))
 
     def _window(self, block, n):
         """Yield (block, start, end): of the W positions before the token n of `block`, those in
@@ -74,8 +72,8 @@ class BlockTree:
 
     def _remove(self, block) -> None:
         del block.parent.children[block.tokens], self.blocks[block]
-        for queue, *_ in self._levels:
-            queue.pop(block, None)
+        self._spare.pop(block, None)
+        self._ends.pop(block, None)
         self._leave_pool(block)
         self.nbytes -= block.nbytes
 
@@ -93,7 +91,7 @@ class BlockTree:
         for block in last_block.lineage():
             block.used = next(self._clock)
             self.blocks.move_to_end(block)
-            for queue, *_ in self._levels:
+            for queue in (self._spare, self._ends):
                 if block in queue:
                     queue.move_to_end(block)
 
@@ -103,20 +101,22 @@ class BlockTree:
             return True
         level, n = list(block.children.values()), 0  # n: tokens between the block and the level
         while level and n < self.lookback:
-            if any(n + min(each.anchors) < self.lookback for each in level if each.anchors):
+            if any(n + min(below.anchors) < self.lookback for below in level if below.anchors):
                 return True
-            level, n = [child for each in level for child in each.children.values()], n + self.size
+            level = [child for below in level for child in below.children.values()]
+            n += self.size
         return False
 
     def _move_anchor(self, block, other, offset) -> None:
         other.anchors[offset] = other.anchors.get(offset, 0) + block.anchors.pop(offset)
         self._ends[other] = None
-        self._spare.update((each, None) for each, *_ in self._window(block, offset)
-                           if each.local is not None)
+        for part, *_ in self._window(block, offset):
+            if part.local is not None:
+                self._spare[part] = None
 
-    def _drop_local(self, window) -> None:
-        """Drop the local parts in a window that no anchor needs."""
-        for block, *_ in window:
+    def _drop_local(self, blocks) -> None:
+        """Drop the local parts of these blocks that no anchor needs."""
+        for block in blocks:
             if block.local is not None and not self._has_anchor(block):
                 self._set_local(block, None, 0)
 
@@ -127,7 +127,7 @@ class BlockTree:
         for block, offset in anchors[2:]:
             if block.anchors[offset] < 2:
                 del block.anchors[offset]
-                self._drop_local(self._window(block, offset))
+                self._drop_local(part for part, *_ in self._window(block, offset))
 
     def _shrink(self) -> None:
         """Get within the budget, as far as possible without evicting blocks in use."""
@@ -138,20 +138,27 @@ class BlockTree:
                 block.copy = None
                 if self.nbytes <= self.budget:
                     return
-        while self.nbytes > self.budget:
-            unused = (block for block in self.blocks if not block.children and not block.users)
-            leaf, now = next(unused, None), next(self._clock)
-            age = now - leaf.used if leaf else 0
-            for queue, weight, drop in self._levels:
-                oldest = next(iter(queue), None)
-                if oldest and (now - oldest.used) * weight >= age:
-                    del queue[oldest]
-                    drop(oldest)
-                    break
-            else:
-                if not leaf:
-                    return
-                self._evict(leaf)
+        while self.nbytes > self.budget and self._drop_oldest():
+            pass
+
+    def _drop_oldest(self) -> bool:
+        """Drop what counts as the oldest. False if only blocks in use are left."""
+        now = next(self._clock)
+        unused = (block for block in self.blocks if not block.children and not block.users)
+        leaf = next(unused, None)
+        spare, end = next(iter(self._spare), None), next(iter(self._ends), None)
+        age = now - leaf.used if leaf else 0
+        if spare and (now - spare.used) * SPARE >= age:
+            del self._spare[spare]
+            self._drop_local([spare])
+        elif end and (now - end.used) * EARLIER >= age:
+            del self._ends[end]
+            self._thin(end)
+        elif leaf:
+            self._evict(leaf)
+        else:
+            return False
+        return True
 
     def _evict(self, block) -> None:
         """Remove a leaf, and the blocks before it back to one that a row can resume after."""
@@ -159,7 +166,7 @@ class BlockTree:
             parent = block.parent
             self._remove(block)
             if block.anchors:
-                self._drop_local(self._window(parent, self.size))
+                self._drop_local(part for part, *_ in self._window(parent, self.size))
             block = parent
             in_use = block.children or block.users or self._resumable(block, block.n)
             if not block.parent or in_use:
@@ -192,7 +199,7 @@ class BlockTree:
     def recover(self) -> None:
         """Rebuild all bookkeeping from the tree after an error and a reset of the cache."""
         self.nbytes, self._by_page, self._protected = 0, {}, set()
-        found, level = [], list(self.roots.values())
+        blocks, level = [], list(self.roots.values())
         while level:
             block = level.pop()
             block.users = 0
@@ -202,15 +209,14 @@ class BlockTree:
             block.children.order = sorted(block.children)
             level += block.children.values()
             if block.parent:
-                found.append(block)
+                blocks.append(block)
                 self.nbytes += block.nbytes
                 if block.page >= 0:
                     self._by_page[block.page] = block
-        found.sort(key=lambda block: block.used)
-        self.blocks = OrderedDict.fromkeys(found)
-        for queue, *_ in self._levels:
-            queue.clear()
-        self._spare.update((block, None) for block in found if block.local is not None)
-        self._ends.update((block, None) for block in found if block.anchors)
+        blocks.sort(key=lambda block: block.used)
+        self.blocks = OrderedDict.fromkeys(blocks)
+        local = [block for block in blocks if block.local is not None]
+        self._spare = OrderedDict.fromkeys(local)
+        self._ends = OrderedDict.fromkeys(block for block in blocks if block.anchors)
         self.table.rebuild(set(self._by_page))
         self._shrink()

@@ -10,22 +10,24 @@ device passes on by itself (as SGLang's overlapped scheduler and vLLM's asynchro
 """
 import torch
 
+from engine.requests.request import Request
 from engine.requests.sampler import Drawn
 from kv.cache import on_device
 
 
 class Flight:
-    """The tokens that one pass sampled.
+    """The tokens that one step sampled. On CUDA, a copy to the host begins at once.
 
-    drawn: one token for each of `jobs`, whose requests are `requests`. On CUDA, a copy to the host
-        begins at once.
+    passes: for each forward pass, the requests that were sampled, and their tokens.
     penalised: whether sampling the next tokens needs the values of these on the host.
     """
 
-    def __init__(self, jobs: list, drawn: Drawn):
-        self._jobs, self._logprobs, self.tokens = jobs, drawn.logprobs, drawn.tokens
-        self.requests = [job.request for job in jobs]
-        self.penalised = any(job.sampling.penalised for job in jobs)
+    def __init__(self, passes: list[tuple[list[Request], Drawn]]):
+        self.requests = [request for requests, _ in passes for request in requests]
+        self.penalised = any(request.penalised for request in self.requests)
+        self._logprobs = [logprob for _, drawn in passes for logprob in drawn.logprobs]
+        tokens = [drawn.tokens for _, drawn in passes]
+        self.tokens = tokens[0] if len(tokens) == 1 else torch.cat(tokens)
         self._host, self._arrived = self.tokens, None
         if self.tokens.device.type == 'cuda':
             self._host = torch.empty_like(self.tokens, device='cpu', pin_memory=True)
@@ -34,10 +36,10 @@ class Flight:
             self._arrived.record()
 
     def read(self) -> zip:
-        """(job, token, its TokenLogprob or None) of each; token -1: its logits were not finite."""
+        """(request, token, its TokenLogprob or None); token -1: its logits were not finite."""
         if self._arrived:
             self._arrived.synchronize()
-        return zip(self._jobs, self._host.tolist(), self._logprobs)
+        return zip(self.requests, self._host.tolist(), self._logprobs)
 
     def next_ids(self) -> torch.Tensor:
         """(n, 1) ids of the next step, on the device, if it is one of the same requests."""

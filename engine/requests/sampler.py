@@ -1,7 +1,7 @@
 """The batching engine's sampler: greedy, temperature, top-k, top-p, min-p, repetition penalty.
 
 Random numbers depend only on (seed, index of the token), so neither the rest of the batch nor an
-interruption changes what is sampled for a row.
+interruption changes what is sampled for a request.
 
 B rows, V tokens in the vocabulary, R rows in a group, n candidates per row.
 """
@@ -12,11 +12,10 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from engine.requests.params import SamplingParams, TokenLogprob, sample_seed
+from engine.requests.params import TokenLogprob, sample_seed
+from engine.requests.request import Request
 from generate import Sampler, kth_largest
 from kv.cache import on_device
-
-NUMBERS = 64  # random numbers that a row computes at a time
 
 
 def is_on_cpu(x: torch.Tensor) -> bool:
@@ -65,40 +64,6 @@ def sample_generators(seed: int, count: int, device: torch.device) -> list[torch
     return generators
 
 
-class SampleRow:
-    """The parameters of one request, and the state that its samples depend on.
-
-    tokens: prompt and generated tokens, for the repetition penalty. n_drawn: how many of them were
-    generated, i.e. the index of the next token's random number.
-    `SampleRow(params, prompt + generated, len(generated))` resumes a request exactly.
-    """
-
-    def __init__(self, params: SamplingParams, tokens=(), n_drawn: int = 0):
-        self.params, self.n_drawn = params, n_drawn
-        self._first, self._numbers = n_drawn, []  # random numbers from the token `_first` on
-        self.penalised = params.repetition_penalty != 1.0
-        self.seen = set(tokens if self.penalised else ())
-
-    @property
-    def plain(self) -> bool:
-        """Whether only the temperature changes how it is sampled."""
-        p = self.params
-        return (p.top_k, p.top_p, p.min_p, p.logprobs) == (0, 1, 0, -1) and not self.penalised
-
-    def see(self, token: int) -> None:
-        """Add a sampled token, which `n_drawn` counts already, to the text."""
-        if self.penalised:
-            self.seen.add(token)
-
-    def uniform(self) -> float:
-        """The random number of the next token."""
-        place = self.n_drawn - self._first
-        if place >= len(self._numbers):
-            self._first, place = self.n_drawn, 0
-            self._numbers = uniforms(self.params.seed, self.n_drawn, NUMBERS)
-        return self._numbers[place]
-
-
 class Drawn(NamedTuple):
     """Result of `sample_rows`."""
     # (B,) int64, on the logits' device; -1 where logits include NaN or +inf, or are all -inf
@@ -107,9 +72,10 @@ class Drawn(NamedTuple):
 
 
 @torch.no_grad()
-def sample_rows(logits: torch.Tensor, rows: list[SampleRow], at: list[int] | None = None) -> Drawn:
-    """Sample the next token of each row. Does not change `rows`.
-    at: the place of each row in `logits`, if those have more rows.
+def sample_rows(logits: torch.Tensor, requests: list[Request],
+                at: list[int] | None = None) -> Drawn:
+    """Sample the next token of each request, and change none of them.
+    at: the row of each request in `logits`, if those have more rows.
 
     Applied in this order, as in Hugging Face's `generate`:
       repetition penalty  logits of previous tokens are divided by it if positive, or multiplied
@@ -119,40 +85,40 @@ def sample_rows(logits: torch.Tensor, rows: list[SampleRow], at: list[int] | Non
 
     A token is sampled by applying the inverse cumulative distribution, over ids in order and in
     float64, to one uniform number: each row's result depends only on its own logits and
-    `SampleRow`. On CPU this is bit-exact; on other devices a different order of summation may
+    request. On CPU this is bit-exact; on other devices a different order of summation may
     shift a boundary by 1e-16. There, only log-probabilities wait for the device.
 
     logits: (B, V), of any floating dtype.
-    Raises ValueError if `rows` does not have length B, IndexError if a previous token is >= V.
+    Raises ValueError unless there are B requests, IndexError if a previous token is >= V.
     """
     if at is not None and len(at) < len(logits):
         logits = logits[on_device(at, logits.device)]
-    if logits.dim() != 2 or logits.size(0) != len(rows):
-        raise ValueError(f'logits of shape {tuple(logits.shape)} for {len(rows)} rows')
+    if logits.dim() != 2 or logits.size(0) != len(requests):
+        raise ValueError(f'logits of shape {tuple(logits.shape)} for {len(requests)} rows')
     raw = logits.cpu() if logits.device.type == 'mps' else logits  # MPS has no float64
     raw = _at_least_float32(raw.detach())
-    scores = _penalised(raw, rows)
+    scores = _penalised(raw, requests)
     on_cpu, tokens = is_on_cpu(scores), most_likely(scores)
     # argmax picks a NaN if there is one, otherwise +inf
     good = scores.gather(1, tokens[:, None]).isfinite()                        # (B, 1)
     if not (on_cpu and good.all()):
         scores = scores.masked_fill(~good, 0.0)
     groups = {}
-    for b, row in enumerate(rows):
-        p = row.params
+    for b, request in enumerate(requests):
+        p = request.params
         if p.temperature > 0:
             # on CPU it is faster to sort one row at a time, which fits into the cache
             alone = b if on_cpu and p.top_p < 1 and not p.top_k else None
             groups.setdefault((p.top_k, p.top_p, p.min_p, alone), []).append(b)
     for (*restriction, _), group in groups.items():
-        if len(group) == len(rows):
-            tokens = _draw(scores, rows, *restriction)
+        if len(group) == len(requests):
+            tokens = _draw(scores, requests, *restriction)
         else:
             index = on_device(group, scores.device)
-            tokens[index] = _draw(scores[index], [rows[b] for b in group], *restriction)
+            tokens[index] = _draw(scores[index], [requests[b] for b in group], *restriction)
     tokens = tokens.where(good[:, 0], -1)
-    logprobs = [_logprobs(raw[b], int(tokens[b]), row.params.logprobs)
-                if row.params.logprobs >= 0 else None for b, row in enumerate(rows)]
+    logprobs = [_logprobs(raw[b], int(tokens[b]), request.params.logprobs)
+                if request.params.logprobs >= 0 else None for b, request in enumerate(requests)]
     if tokens.device != logits.device:
         tokens = tokens.to(logits.device)
     return Drawn(tokens, logprobs)
@@ -166,10 +132,10 @@ def most_likely(scores: torch.Tensor) -> torch.Tensor:
 
 
 def draw_plain(logits, temperature=None, u=None) -> torch.Tensor:
-    """What `sample_rows` gives for rows that are `plain`, in operations that a CUDA graph captures.
+    """What `sample_rows` gives for `plain` requests, in operations that a CUDA graph captures.
 
-    logits: (B, V). temperature, u: (B, 1) float64, of each row; its `uniform()`, unless it has
-    temperature 0. None = all have. Returns (B,) int64.
+    logits: (B, V). temperature, u: (B, 1) float64, of each request; its `uniform()`, unless it is
+    greedy. None = all are. Returns (B,) int64.
     """
     scores = _at_least_float32(logits)
     tokens = scores.argmax(-1, keepdim=True)
@@ -185,27 +151,16 @@ def _at_least_float32(x):
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
-def uniforms(seed: int, position: int, n: int) -> list[float]:
-    """n numbers in [0, 1), each a function of only the seed (modulo 2**64) and its position, which
-    count from `position`.
-
-    Philox4x64-10 (Salmon et al. 2011) maps a key and a counter to four 64-bit numbers, without
-    state. The first of them is used.
-    """
-    bits = np.random.Philox(key=seed % 2 ** 64, counter=position).random_raw(4 * n)[::4]
-    return ((bits >> np.uint64(11)) * 2.0 ** -53).tolist()
-
-
-def _penalised(scores, rows):
-    """(B, V) scores after the repetition penalty; `scores` itself if no row has one."""
-    penalised = [b for b, row in enumerate(rows) if row.penalised and row.seen]
+def _penalised(scores, requests):
+    """(B, V) scores after the repetition penalty; `scores` itself if no request has one."""
+    penalised = [b for b, request in enumerate(requests) if request.seen]
     if not penalised:
         return scores
-    ids = [np.fromiter(rows[b].seen, np.int64) for b in penalised]
+    ids = [np.fromiter(requests[b].seen, np.int64) for b in penalised]
     counts = [len(seen) for seen in ids]
     at = (on_device(np.repeat(penalised, counts), scores.device),
           on_device(np.concatenate(ids), scores.device))
-    penalty = np.repeat([rows[b].params.repetition_penalty for b in penalised], counts)
+    penalty = np.repeat([requests[b].params.repetition_penalty for b in penalised], counts)
     penalty = on_device(penalty, scores.device, torch.float64)
     seen = scores[at].double()
     scores = scores.clone()
@@ -213,10 +168,10 @@ def _penalised(scores, rows):
     return scores
 
 
-def _draw(scores, rows, top_k, top_p, min_p):
-    """(R, V) scores of R rows that share these restrictions -> (R,) token ids."""
-    weights, ids = _weights(scores, rows, top_k, top_p, min_p)
-    u = on_device([[row.uniform()] for row in rows], scores.device, torch.float64)
+def _draw(scores, requests, top_k, top_p, min_p):
+    """(R, V) scores of R requests that share these restrictions -> (R,) token ids."""
+    weights, ids = _weights(scores, requests, top_k, top_p, min_p)
+    u = on_device([[request.uniform()] for request in requests], scores.device, torch.float64)
     drawn = _inverse_cdf(weights, u)
     return (drawn if ids is None else ids.gather(1, drawn))[:, 0]
 
@@ -234,13 +189,13 @@ def _scaled(scores, temperature):
     return scaled.div_(temperature)
 
 
-def _weights(scores, rows, top_k, top_p, min_p):
+def _weights(scores, requests, top_k, top_p, min_p):
     """(R, n) float64 probabilities relative to the most likely token's, 0 if not kept; and their
     ids (R, n) in ascending order, or None for all V."""
     ids = None
     if 0 < top_k < scores.size(1):
         scores, ids = _candidates(scores, lowest_kept(scores, top_k))
-    temperatures = [[row.params.temperature] for row in rows]
+    temperatures = [[request.params.temperature] for request in requests]
     scaled = _scaled(scores, on_device(temperatures, scores.device, torch.float64))
     if top_p < 1 or min_p > 0:
         scaled, kept = _candidates(scaled, lowest_kept(scaled, 0, top_p, min_p))

@@ -12,60 +12,10 @@ preempted, and recomputed later.
 """
 import itertools
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from common.errors import UserError
-from engine.requests.params import SamplingParams
-
-
-@dataclass(eq=False)
-class Request:
-    """A prompt with its parameters and progress. `number`: assigned in order of submission. client,
-    salt: as in `Engine.submit`."""
-    number: int
-    prompt: list[int]
-    params: SamplingParams
-    client: str = ''
-    salt: bytes = b''
-    tokens: list[int] = field(default_factory=list)      # generated, and known on the host
-    in_flight: int = 0                                   # 1 = one more was sampled, not read yet
-    num_computed_tokens: int = 0                         # prompt and generated, in the cache
-    row: int = -1                                        # -1 = not running
-    preempted: int = 0                                   # how many times
-    last_block: object = None                            # in the prefix store
-    chunk_ends: list[int] = field(default_factory=list)  # `PrefixStore.chunk_ends`
-    num_cached_tokens: int = -1                          # reused when it first ran; -1 = not yet
-    due: int = -1                                        # see `Scheduler.due`; -1 = never ran
-
-    @property
-    def length(self) -> int:
-        return len(self.prompt) + len(self.tokens) + self.in_flight
-
-    @property
-    def max_positions(self) -> int:
-        """Cache positions needed; the last sampled token is never appended to the cache."""
-        return len(self.prompt) + self.params.max_new_tokens - 1
-
-    @property
-    def pending(self) -> int:
-        """Number of tokens not in the cache yet; 1 while decoding: the last sampled token."""
-        return self.length - self.num_computed_tokens
-
-    @property
-    def finishing(self) -> bool:
-        """Whether its last token is in flight."""
-        return self.in_flight > 0 and len(self.tokens) + 1 >= self.params.max_new_tokens
-
-    @property
-    def decoding(self) -> bool:
-        return self.num_computed_tokens > 0 and self.pending == 1 and not self.finishing
-
-    def next_tokens(self, n: int) -> list[int]:
-        """The first n tokens that are not in the cache yet."""
-        start = self.num_computed_tokens
-        if start >= len(self.prompt):
-            return self.tokens[start - len(self.prompt):][:n]
-        return (self.prompt[start:start + n] + self.tokens)[:n]
+from engine.requests.request import Request
 
 
 @dataclass
@@ -73,6 +23,10 @@ class Work:
     """One step: chunks of prompts, at most one of each, and the requests that decode."""
     prefill: list[tuple[Request, int]]  # (request, tokens)
     decode: list[Request]
+
+    @property
+    def parts(self) -> list[tuple[Request, int]]:
+        return self.prefill + [(request, 1) for request in self.decode]
 
 
 class Scheduler:
@@ -143,7 +97,8 @@ class Scheduler:
     def restart(self, requests: list[Request]) -> None:
         """After an error and a reset of the cache: queue all unfinished requests in order."""
         for request in requests:
-            request.preempted += request.row >= 0
+            if request.row >= 0:
+                request.preempted += 1
             request.row, request.num_computed_tokens, request.in_flight = -1, 0, 0
             request.last_block = None
         self.waiting, self.running = deque(sorted(requests, key=lambda r: r.number)), []
@@ -164,18 +119,14 @@ class Scheduler:
         table = self.cache.table
         while self.waiting and len(self.running) < self.cache.batch_size:
             request = self._next_waiting()
-            # one spare page if a running request may grow, so that it does not preempt the new one
-            spare = any(table.pages_for(r.max_positions) > len(table.rows[r.row])
-                        for r in self.running)
-            available = table.n_available
-            needed = table.pages_for(request.length) + spare
+            available, needed = table.n_available, table.pages_for(request.length)
+            if any(table.pages_for(r.max_positions) > len(table.rows[r.row]) for r in self.running):
+                needed += 1  # so that a running request that grows does not preempt the new one
             if self.prefix:
                 hit = self.prefix.match(request.prompt + request.tokens, request.salt)
                 available = self.prefix.n_available(hit.blocks)
                 needed -= sum(block.page >= 0 for block in hit.blocks)
-            if available < needed:
-                return
-            if self.prefix and self._is_being_computed(request, hit.length):
+            if available < needed or self.prefix and self._is_being_computed(request, hit.length):
                 return
             self.waiting.remove(request)
             request.row = len(self.running)
@@ -216,8 +167,8 @@ class Scheduler:
             if not other.decoding and other.salt == request.salt:
                 pairs = zip(mine[:-1], other.prompt + other.tokens)
                 common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-                known = max(n_cached, other.num_computed_tokens)
-                if self.prefix.shareable(other.chunk_ends, common) > known:
+                reusable = self.prefix.shareable(other.chunk_ends, common)
+                if reusable > max(n_cached, other.num_computed_tokens):
                     return True
         return False
 

@@ -2,7 +2,7 @@
 
     decode = captured_decode(model, cache)  # None if capture is not faster
     logits = decode(tokens)                 # (n, 1) ids of the first n rows -> (n, V), asynchronous
-    drawn = decode.sample_rows(logits, rows, at)  # captured, too, if temperatures are all they ask
+    drawn = decode.sample_rows(logits, requests, at)  # captured, too, if all are `plain`
 
 A graph has fixed shapes, so there is one for each of 1, 2, 4, 8, ... rows. On other devices
 `CapturedDecode` calls the step directly, for tests. What model.py computes is what counts: a step
@@ -16,9 +16,10 @@ import torch
 from attention.backends import triton_usable
 from attention.kernels.flex import with_own_code
 from common.gpt_config import unknown_field
+from engine.requests.request import Request
+from engine.requests.sampler import Drawn, draw_plain, sample_rows
 from engine.steps.agreement import difference, note_once
 from engine.steps.fused import fuse, unfuse
-from engine.requests.sampler import Drawn, SampleRow, draw_plain, sample_rows
 from engine.steps.static import StaticCache
 from kv.cache import on_device
 
@@ -93,15 +94,16 @@ class CapturedDecode:
         return self._last[0]
 
     @torch.inference_mode()
-    def sample_rows(self, logits: torch.Tensor, rows: list[SampleRow], at: list[int]) -> Drawn:
-        """Like `engine.requests.sampler.sample_rows`, with the places of the rows in `logits`, in
+    def sample_rows(self, logits: torch.Tensor, requests: list[Request],
+                    at: list[int]) -> Drawn:
+        """Like `engine.requests.sampler.sample_rows`, with the rows of the requests in `logits`, in
         order. The tokens are overwritten by the next calls."""
         last, step = self._last
-        if logits is not last or not all(row.plain for row in rows):
-            return sample_rows(logits, rows, at)
-        tokens = step.sample(rows, at)
+        if logits is not last or not all(request.plain for request in requests):
+            return sample_rows(logits, requests, at)
+        tokens = step.sample(requests, at)
         tokens = tokens[:len(at)] if at[-1] < len(at) else tokens[on_device(at, tokens.device)]
-        return Drawn(tokens, [None] * len(rows))
+        return Drawn(tokens, [None] * len(requests))
 
     def prepare(self, *sizes: int) -> None:
         """Capture the graphs for these numbers of rows now; by default, for all of them."""
@@ -153,14 +155,14 @@ class _Step:
         self.logits = self._forward.run()
         return self.logits
 
-    def sample(self, rows, at):
-        """Sample from the last run's logits: (size,) tokens, those of `rows` in places `at`."""
-        if not any(row.params.temperature for row in rows):
+    def sample(self, requests, at):
+        """Sample from the last run's logits: (size,) tokens, those of `requests` in rows `at`."""
+        if not any(request.params.temperature for request in requests):
             return self._greedy.run()
         numbers = [[0.0] * len(self.tokens) for _ in range(2)]
-        for b, row in zip(at, rows):
-            if row.params.temperature:
-                numbers[0][b], numbers[1][b] = row.params.temperature, row.uniform()
+        for b, request in zip(at, requests):
+            if request.params.temperature:
+                numbers[0][b], numbers[1][b] = request.params.temperature, request.uniform()
         numbers = on_device(numbers, self.numbers.device, torch.float64)
         self.numbers.copy_(numbers[:, :, None])
         return self._draw.run()

@@ -10,10 +10,10 @@ from torch import nn
 
 from common.gpt_config import unknown_field
 from engine import native
-from engine.steps.agreement import difference, note_once
-from engine.weights.linear import describe, suits_prompts
 from engine.pages.cache import PagedKVCache, PagedStore
 from engine.pages.chunks import STORED, describe as describe_stored
+from engine.steps.agreement import difference, note_once
+from engine.weights.linear import describe, suits_prompts
 from engine.weights.quantized import Int8Embedding, QuantizedLinear
 from kv.cache import KVCache
 from kv.slots import RingStore
@@ -89,12 +89,12 @@ class NativeDecode:
         step = self.cache.begin(1, lens, range(n))
         rows = [row for row in step.rows if step.lens[row]]
         logits = self._logits[:n]
-        found = logits if len(rows) == n else torch.empty(len(rows), self.vocab_size)
+        computed = logits if len(rows) == n else torch.empty(len(rows), self.vocab_size)
         if rows:
             starts = [step.starts[row] for row in rows]
-            self._run(ids[rows], rows, starts, [0] * len(rows), range(len(rows)), found)
+            self._run(ids[rows], rows, starts, [0] * len(rows), range(len(rows)), computed)
         if len(rows) < n:
-            logits[rows] = found
+            logits[rows] = computed
         self.cache.commit()
         return logits
 

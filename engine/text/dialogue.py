@@ -165,8 +165,8 @@ class Dialogue:
                      for turn in document['turns']]
             for turn in turns:
                 whole = self.template.head(turn.name) + turn.text + self.template.end
-                known = all(0 <= i < self.tokenizer.vocab_size for i in turn.ids)
-                if not known or self.tokenizer.decode(turn.ids) != whole:
+                in_vocab = all(0 <= i < self.tokenizer.vocab_size for i in turn.ids)
+                if not in_vocab or self.tokenizer.decode(turn.ids) != whole:
                     raise UserError(f'{path} is from a model with other tokens, or was changed: '
                                     f'{turn.text[:40]!r}')
             self.turns, self.trimmed = turns, min(max(0, int(document['trimmed'])), len(turns))

@@ -12,7 +12,7 @@ from common.sizes import nice_bytes
 from common.terminal import visible
 from engine.engine import Engine
 from engine.pages.cache import PAGE_SIZE
-from engine.pages.table import page_nbytes, rows_nbytes
+from engine.pages.page_table import page_nbytes, rows_nbytes
 from engine.requests.params import Completion, SamplingParams, sample_seed
 from engine.text.prompts import PromptLine
 
@@ -84,7 +84,8 @@ def complete(engine: Engine, lines: list[PromptLine], num_samples: int, params: 
                       disable=not sys.stderr.isatty()) as bar:
             task = bar.add_task('completing', total=len(work), completed=len(done), rate='')
             for event in stream:
-                tokens += event.token >= 0
+                if event.token >= 0:
+                    tokens += 1
                 if event.completion:
                     done[good[event.index]] = event.completion
                     rate = f'{tokens / (time.perf_counter() - start):,.0f} tokens/s'

@@ -18,9 +18,10 @@ from common.gpt_config import GPTConfig
 from engine.steps.captured import CapturedDecode, captured_decode, suits_capture
 from engine.engine import Engine
 from engine.pages.cache import PagedKVCache
-from engine.pages.table import OutOfPages
+from engine.pages.page_table import OutOfPages
 from engine.requests.params import SamplingParams
-from engine.requests.sampler import SampleRow, sample_rows
+from engine.requests.request import Request
+from engine.requests.sampler import sample_rows
 from engine.steps.prepare import prepare
 from engine.steps.static import StaticCache
 from generate import Generation, Sampler, cache_length
@@ -213,7 +214,7 @@ def test_what_is_sampled_in_the_step(device, monkeypatch):
     model = random_model(GPTConfig(**FULL_STACK), torch.float32).to(device)
     decode = CapturedDecode(model, model.new_cache(4, 20))
     for temperatures in [(0.7, 1.0, 2.0), (0, 0.9, 0), (0, 0, 0)]:
-        rows = [SampleRow(SamplingParams(temperature=t, seed=k), n_drawn=k)
+        rows = [Request(k, [], SamplingParams(temperature=t, seed=k), tokens=[0] * k)
                 for k, t in enumerate(temperatures)]
         for bad in (None, torch.nan, torch.inf):
             logits = decode(tokens(3, 1).to(device))

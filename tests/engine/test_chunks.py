@@ -40,7 +40,7 @@ def test_a_chunk_ends_where_later_requests_can_resume(monkeypatch):
     monkeypatch.setattr(engine.scheduler, 'schedule', noted)
     index = engine.submit(prompt(50, 1), SamplingParams(1))
     engine.step()
-    stops = engine.jobs[index].request.chunk_ends
+    stops = engine.requests[index].chunk_ends
     while engine.n_unfinished:
         engine.step()
     ends = list(itertools.accumulate(n for _, n in chunks))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from common.errors import UserError
 from engine.engine import Engine
-from engine.pages.table import page_nbytes, rows_nbytes
+from engine.pages.page_table import page_nbytes, rows_nbytes
 from engine.requests.params import SamplingParams
 from model import GPT
 from tests.helpers.serving import (
@@ -55,7 +55,7 @@ def test_preemption_changes_no_text(kind, kv_dtype):
                     kv_budget=budget)
     for ids, params in MIXED:
         engine.submit(ids, params)
-    asked, completions = [job.request for job in engine.jobs.values()], {}
+    asked, completions = list(engine.requests.values()), {}
     while engine.n_unfinished:
         completions |= {e.index: e.completion for e in engine.step() if e.completion}
     assert sum(request.preempted for request in asked) >= 3
@@ -86,8 +86,8 @@ def test_requests_come_and_are_cancelled_and_steps_fail_at_any_time(kind, asynch
             number, (ids, params) = todo.pop(0)
             assert engine.submit(ids, params) == number
             events[number] = []
-        elif what == 'cancel' and engine.jobs:
-            number = data.draw(st.sampled_from(sorted(engine.jobs)))
+        elif what == 'cancel' and engine.requests:
+            number = data.draw(st.sampled_from(sorted(engine.requests)))
             event = engine.cancel(number)
             assert engine.cancel(number) is None
             # None: it has just ended, by a token that was in flight
@@ -164,7 +164,7 @@ def test_a_stream_left_early_cancels_what_has_not_ended():
     model = model_of('full stack')
     engine = Engine(model, 2, 40, page_size=4)
     for event in engine.stream([prompt(5), prompt(6), prompt(7)], SamplingParams(20)):
-        if event.completion is None and len(engine.jobs[0].request.tokens) > 3:
+        if event.completion is None and len(engine.requests[0].tokens) > 3:
             break
     assert_idle(engine)
     stream = engine.stream([prompt(5)], SamplingParams(3))

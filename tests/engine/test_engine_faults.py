@@ -152,15 +152,15 @@ def test_nan_in_the_midst_of_a_text_keeps_what_was_said(monkeypatch, asynchronou
 PREFIX = {
     'engine.prefix.store.PrefixStore': ['extend', 'restore', 'end', 'release', '_take_over'],
     'engine.prefix.tree.BlockTree': ['_evict', '_leave_pool', '_insert', '_drop_local'],
-    'engine.pages.table.PageTable': ['pin', 'unpin', 'adopt', 'take_pinned'],
+    'engine.pages.page_table.PageTable': ['pin', 'unpin', 'adopt', 'take_pinned'],
     'engine.prefix.blocks.BlockCopier': ['put_page', 'page'],
 }
 POINTS = ['model.GPT.forward', 'model.Block.forward', 'engine.engine.sample_rows',
-          'engine.requests.stopping.SampleText.add', 'engine.requests.sampler.SampleRow.see',
+          'engine.requests.stopping.SampleText.add', 'engine.requests.request.Request.take',
           'engine.requests.flight.Flight.read', 'engine.requests.scheduler.Scheduler.finish',
           'engine.requests.scheduler.Scheduler._free_row',
           'engine.pages.cache.PagedKVCache.move', 'engine.pages.cache.PagedKVCache.reserve',
-          'engine.pages.table.PageTable.extend', 'engine.engine.Completion',
+          'engine.pages.page_table.PageTable.extend', 'engine.engine.Completion',
           *(f'{owner}.{name}' for owner, names in PREFIX.items() for name in names)]
 # kind, error, number of pages (0 = as many as all rows can take), asynchronous
 ENGINES = [('full stack', KeyboardInterrupt, 0, False), ('unshared', KeyboardInterrupt, 10, False),
@@ -195,7 +195,7 @@ def test_a_step_may_fail_anywhere_and_loses_and_repeats_nothing(
             failed += 1
             if name in POINTS[:3]:  # all wait again, in their old order
                 numbers = [request.number for request in engine.scheduler.waiting]
-                assert numbers == sorted(engine.jobs) and not engine.scheduler.running
+                assert numbers == sorted(engine.requests) and not engine.scheduler.running
         assert len(events) < 200 and failed <= 3
     for index, expected in enumerate(alone):
         mine = [e for e in events if e.index == index]

@@ -10,7 +10,7 @@ from common.errors import UserError
 from engine.engine import Engine
 from engine.text.many import ROWS, complete, fitted, json_lines, make_engine
 from engine.pages.cache import PAGE_SIZE
-from engine.pages.table import page_nbytes, rows_nbytes
+from engine.pages.page_table import page_nbytes, rows_nbytes
 from engine.requests.params import SamplingParams, sample_seed
 from engine.text.prompts import PromptLine, encode_lines, read_lines
 from tests.helpers.serving import TOKENIZER, alone, assert_idle, budget_for, model_of

@@ -11,7 +11,7 @@ from common.errors import UserError
 from common.gpt_config import GPTConfig
 from engine.pages import cache as cache_module
 from engine.pages.cache import PagedKVCache, PagedStore, table_attention
-from engine.pages.table import OutOfPages, page_nbytes, rows_nbytes
+from engine.pages.page_table import OutOfPages, page_nbytes, rows_nbytes
 from engine.steps.static import put
 from kv.plan import GLOBAL, KV_DTYPES, plan_kv
 from lab.conform import random_config

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from common.errors import UserError
-from engine.pages.table import OutOfPages, PageTable
+from engine.pages.page_table import OutOfPages, PageTable
 
 N_ROWS = 4
 

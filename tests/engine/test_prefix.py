@@ -122,8 +122,8 @@ def test_pages_that_only_the_store_has_are_free_for_all():
     engine.generate([prompt(40, seed=seed) for seed in range(3)], SamplingParams(2, seed=0))
     assert engine.cache.table.n_free < 8 <= engine.cache.table.n_evictable
     engine.submit(prompt(9, seed=5), SamplingParams(49, seed=1))
-    while engine.jobs:
-        assert not any(job.request.preempted for job in engine.jobs.values())
+    while engine.requests:
+        assert not any(request.preempted for request in engine.requests.values())
         engine.step()
     assert_idle(engine)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from common.gpt_config import GPTConfig
 from engine.prefix.blocks import OVERHEAD, BlockCopier
 from engine.pages.cache import PagedKVCache
-from engine.pages.table import OutOfPages
+from engine.pages.page_table import OutOfPages
 from engine.prefix.store import PrefixStore
 from kv.plan import plan_kv
 from kv.slots import RingStore
@@ -131,7 +131,7 @@ class World:
         buffers = [x for b in blocks for x in (b.copy, b.local, b.state) if x is not None]
         assert store.nbytes == (sum(OVERHEAD + len(b.tokens) for b in blocks)
                                 + sum(x.numel() for x in buffers))
-        assert all(block in store.blocks for queue, *_ in store._levels for block in queue)
+        assert all(block in store.blocks for block in [*store._spare, *store._ends])
         pages = [b.page for b in blocks if b.page >= 0]
         assert table.pinned == set(pages) and len(table.pinned) == len(pages)
         assert store._by_page == {b.page: b for b in blocks if b.page >= 0}

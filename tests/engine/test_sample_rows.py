@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.requests.params import SamplingParams
-from engine.requests.sampler import (
-    SampleRow, _penalised, _weights, draw_plain, sample_rows, uniforms)
+from engine.requests.request import Request, uniforms
+from engine.requests.sampler import _penalised, _weights, draw_plain, sample_rows
 
 params = st.builds(SamplingParams, temperature=st.sampled_from([0, 0.3, 1.0, 1.7]),
                    top_k=st.integers(0, 12), top_p=st.one_of(st.just(1.0), st.floats(0.05, 0.99)),
@@ -25,8 +25,15 @@ def random_logits(*shape, seed=0, dtype=torch.float32):
     return 2 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
+def row_of(params, seen=(), n_sampled=0):
+    """A request that has these tokens, and of which so many were sampled."""
+    request = Request(0, list(seen), params)
+    request.tokens = [0] * n_sampled
+    return request
+
+
 def make(batch):
-    return [SampleRow(p, seen, n) for p, seen, n in batch]
+    return [row_of(*row) for row in batch]
 
 
 def probabilities(logits, rows):
@@ -116,7 +123,7 @@ def test_neither_the_batch_nor_the_order_of_rows_changes_what_a_row_draws(batch,
       for top_k in (0, 4))])
 def test_the_likeliest_tokens_are_kept(weights, settings, kept):
     logits = torch.tensor([weights]).double().log()
-    probs = probabilities(logits, [SampleRow(SamplingParams(**settings))])
+    probs = probabilities(logits, [row_of(SamplingParams(**settings))])
     assert probs[0].nonzero().flatten().tolist() == list(range(kept))
 
 
@@ -129,8 +136,8 @@ def test_the_likeliest_tokens_are_kept(weights, settings, kept):
        [{}, dict(top_k=3), dict(top_p=0.9), dict(min_p=0.1)], tokens)
       for u, tokens in ((0.0, [1, 2, 2, 2]), (1 - 2.0 ** -53, [5, 4, 4, 4])))])
 def test_what_the_smallest_and_the_largest_numbers_draw(monkeypatch, u, logits, settings, expected):
-    monkeypatch.setattr('engine.requests.sampler.uniforms', lambda seed, position, n: [u] * n)
-    rows = [SampleRow(SamplingParams(**each)) for each in settings]
+    monkeypatch.setattr('engine.requests.request.uniforms', lambda seed, position, n: [u] * n)
+    rows = [row_of(SamplingParams(**each)) for each in settings]
     for scale in torch.linspace(0.9, 1.1, 20) if len(logits) > 3 else (1,):
         drawn = sample_rows((torch.tensor(logits) * scale).expand(len(rows), -1), rows)
         assert drawn.tokens.tolist() == expected
@@ -145,10 +152,10 @@ def test_uniforms_are_philox_of_seed_and_position():
 
 
 def test_the_number_of_a_token_does_not_depend_on_where_a_row_began():
-    row = SampleRow(SamplingParams(seed=3), [1] * 70, 70)
+    row = row_of(SamplingParams(seed=3), n_sampled=70)
     for times in [1, 2, 0] * 70:  # also more than once, and not at all
-        assert [row.uniform() for _ in range(times)] == uniforms(3, row.n_drawn, 1) * times
-        row.n_drawn += 1
+        assert [row.uniform() for _ in range(times)] == uniforms(3, len(row.tokens), 1) * times
+        row.tokens.append(1)
 
 
 @pytest.mark.parametrize('bad, settings', [
@@ -158,8 +165,8 @@ def test_the_number_of_a_token_does_not_depend_on_where_a_row_began():
 def test_a_row_of_bad_logits_is_reported_and_harms_no_other(bad, settings):
     p = SamplingParams(logprobs=1, **settings)
     logits = torch.tensor([[1.0, 2.0, 0.0], bad, [0.0, 1.0, 2.0]])
-    drawn = sample_rows(logits, [SampleRow(p, [0], n) for n in range(3)])
-    good = sample_rows(logits[[0, 2]], [SampleRow(p, [0], n) for n in (0, 2)])
+    drawn = sample_rows(logits, [row_of(p, [0], n) for n in range(3)])
+    good = sample_rows(logits[[0, 2]], [row_of(p, [0], n) for n in (0, 2)])
     assert (drawn.tokens < 0).tolist() == [False, True, False] and min(good.tokens) >= 0
     assert drawn.tokens.tolist() == [int(good.tokens[0]), -1, int(good.tokens[1])]
     assert drawn.logprobs == [good.logprobs[0], None, good.logprobs[1]]
@@ -170,7 +177,7 @@ def test_log_probabilities_are_of_the_logits_as_the_model_gave_them():
     logits, before = torch.tensor([[2.0, 1.0] + [-math.inf] * 18]), random_logits(1, 20)
     logits = torch.cat([logits, before])
     asked = SamplingParams(logprobs=5, top_k=1, temperature=0.5, repetition_penalty=3.0)
-    drawn = sample_rows(logits, [SampleRow(asked, range(10))] * 2)
+    drawn = sample_rows(logits, [row_of(asked, range(10))] * 2)
     assert torch.equal(logits[1:], before)
     logprobs = logits.double().log_softmax(-1)
     for entry, token, expected in zip(drawn.logprobs, drawn.tokens, logprobs):
@@ -189,7 +196,7 @@ def test_sampling_does_not_wait_for_a_device(waits, temperatures, restricted, ba
     """Neither `sample_rows`, nor the operations for plain rows, which can be captured."""
     logits = random_logits(3, 30)
     logits[1, 3] = math.nan if bad else 0.0
-    rows = [SampleRow(SamplingParams(temperature=t, seed=k, **restricted))
+    rows = [row_of(SamplingParams(temperature=t, seed=k, **restricted))
             for k, t in enumerate(temperatures)]
     expected = [by_inverse_cdf(plainly(logits[b], row.params, []), row.uniform()) if t else
                 int(logits[b].argmax()) for b, (row, t) in enumerate(zip(rows, temperatures))]
@@ -206,7 +213,7 @@ def test_sampling_does_not_wait_for_a_device(waits, temperatures, restricted, ba
 
 def test_wrong_calls():
     with pytest.raises(ValueError, match=r'\(2, 3\) for 1 rows'):
-        sample_rows(torch.zeros(2, 3), [SampleRow(SamplingParams())])
+        sample_rows(torch.zeros(2, 3), [row_of(SamplingParams())])
     with pytest.raises(IndexError):
-        sample_rows(torch.zeros(1, 3), [SampleRow(SamplingParams(repetition_penalty=2.0), [3])])
+        sample_rows(torch.zeros(1, 3), [row_of(SamplingParams(repetition_penalty=2.0), [3])])
     assert sample_rows(torch.zeros(0, 3), []).tokens.tolist() == []

@@ -8,7 +8,8 @@ from common.errors import UserError
 from common.gpt_config import GPTConfig
 from engine.pages.cache import PagedKVCache
 from engine.requests.params import SamplingParams
-from engine.requests.scheduler import Request, Scheduler
+from engine.requests.request import Request
+from engine.requests.scheduler import Scheduler
 from kv.plan import plan_kv
 
 PLAN = plan_kv(GPTConfig(n_layer=1, n_head=1, n_embd=2, block_size=32, vocab_size=8))

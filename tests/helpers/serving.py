@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from data.tokenizer import BPETokenizer, CharTokenizer
 from engine.engine import Engine
-from engine.pages.table import page_nbytes, rows_nbytes
+from engine.pages.page_table import page_nbytes, rows_nbytes
 from engine.requests.params import SamplingParams
-from engine.requests.sampler import SampleRow, sample_rows
+from engine.requests.request import Request
+from engine.requests.sampler import sample_rows
 from model import GPT, GPTConfig
 from tests.helpers.mechanisms import MECHANISMS
 from tests.helpers.models import FULL_STACK, VOCAB, full_logits, random_model
@@ -72,12 +73,11 @@ def assert_as_full_forwards_say(model, completion, params):
     tokens, n_prompt = completion.tokens, len(completion.prompt_tokens)
     logits = full_logits(model, torch.tensor([completion.prompt_tokens + tokens[:-1]]))
     logits = logits[0, n_prompt - 1:]
-    row, ends = SampleRow(params, completion.prompt_tokens), []
+    request, ends = Request(0, completion.prompt_tokens, params), []
     for t, token in enumerate(tokens):
-        drawn = sample_rows(logits[t:t + 1], [row])
+        drawn = sample_rows(logits[t:t + 1], [request])
         assert drawn.tokens.tolist() == [token], f'token {t} of {tokens}'
-        row.n_drawn += 1
-        row.see(token)
+        request.take(token)
         ends.append(token in params.stop_tokens)
     assert True not in ends[:-1] and len(tokens) <= params.max_new_tokens
     assert completion.finish_reason == ('stop' if ends[-1] else 'length') and completion.error == ''
@@ -113,7 +113,7 @@ def assert_same(a, b):
 def assert_idle(engine):
     """Check that nothing runs or waits, and no page is in use except by the prefix cache."""
     table, store = engine.cache.table, engine.prefix
-    assert engine.n_unfinished == 0 and engine.step() == [] and not engine.jobs
+    assert engine.n_unfinished == 0 and engine.step() == [] and not engine.requests
     assert not engine.scheduler.running and not engine.scheduler.waiting
     assert not any(table.rows) and table.n_free + table.n_evictable == table.n_pages
     blocks = store.blocks if store else ()

@@ -168,7 +168,7 @@ def test_text_is_printed_as_it_is_made_and_ctrl_c_prints_what_was_held_back(
     assert before[0].endswith(whole[:1 + n]) and capsys.readouterr().out == 'c'
 
 
-# -- watch=True, in a terminal (frames: engine/test_watch.py) --------------------------------------
+# -- watch=True, in a terminal (frames: engine/test_lanes.py) --------------------------------------
 
 def test_in_a_terminal_lanes_are_drawn_and_each_text_is_printed(capsys, data_root):
     """40 tokens are more than block_size: the rest is recomputed."""

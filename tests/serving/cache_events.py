@@ -34,17 +34,17 @@ class Recorder:
 
         def recording_step():
             events = step()
-            for number in engine.jobs:
+            for number in engine.requests:
                 self.record(number)
             return events
 
-        def recording_end(job, *args, **kwargs):
-            self.record(job.request.number, done=True)
-            return end(job, *args, **kwargs)
+        def recording_end(request, *args, **kwargs):
+            self.record(request.number, done=True)
+            return end(request, *args, **kwargs)
         engine.step, engine._end = recording_step, recording_end
 
     def record(self, number, done=False):
-        cache, request = self.engine.cache, self.engine.jobs[number].request
+        cache, request = self.engine.cache, self.engine.requests[number]
         table, row, prefix = cache.table, request.row, self.engine.prefix
         pages = list(table.rows[row]) if row >= 0 else []
         rows = [request.row for request in self.engine.scheduler.running]

@@ -63,8 +63,8 @@ def assert_free(worker):
     eventually(lambda: not (worker._choices or worker._must_step or engine.n_unfinished
                             or worker._commands and worker.is_alive()))
     scheduler = engine.scheduler
-    assert not engine.jobs and not scheduler.running and not scheduler.waiting
-    assert worker._num_open.total() == 0 and not engine.watched
+    assert not engine.requests and not scheduler.running and not scheduler.waiting
+    assert worker._num_open.total() == 0 and not engine.views
     assert table.n_free + table.n_evictable == table.n_pages
     blocks = [*engine.prefix.blocks, *engine.prefix.roots.values()] if engine.prefix else []
     assert not any(block.users for block in blocks)

@@ -120,7 +120,7 @@ def test_many_watched_requests_have_as_many_views_as_eight(monkeypatch):
     monkeypatch.setattr('serving.worker.time', SimpleNamespace(monotonic=lambda: now[0]))
     for n in (1, 8, 64):
         engine = SimpleNamespace(cache=SimpleNamespace(batch_size=n), view=lambda i: 'view',
-                                 watched=dict.fromkeys(range(n)))
+                                 views=dict.fromkeys(range(n)))
         worker = Worker(engine, 0, None)  # not started
         ticket = Ticket([], None)
         worker._choices = {i: Choice(i, ticket, 0) for i in range(n)}

@@ -7,7 +7,7 @@ import socket
 import openai
 import pytest
 
-from engine.requests.job import Job
+from engine.requests.request import Request as EngineRequest
 from engine.requests.params import SamplingParams
 from serving.app import Generation
 from serving.replies import Reply
@@ -193,7 +193,7 @@ def test_an_ended_request_is_freed_without_the_garbage_collector(running, more):
         for _ in range(8):
             all_of(connect(server, request(dict(prompt='abc') | more, Connection='close')))
         assert_free(server.worker)
-        kinds = Generation, Reply, Job
+        kinds = Generation, Reply, EngineRequest
         eventually(lambda: sum(type(x) in kinds for x in gc.get_objects()) <= 3)
     finally:
         gc.enable()

@@ -6,8 +6,8 @@ from rich.cells import cell_len
 
 from common.gpt_config import GPTConfig
 from common.sizes import nice_bytes
-from engine.text import watch
-from engine.text.watch import EMPTY, GENERATED, LEGEND, NEWEST, NEXT, PROMPT, frame, lane
+from engine.text import lanes
+from engine.text.lanes import EMPTY, GENERATED, LEGEND, NEWEST, NEXT, PROMPT, frame, lane
 from kv.cache import KVCache
 from kv.plan import plan_kv
 
@@ -91,13 +91,13 @@ def test_markup_is_shown_not_interpreted():
 
 def test_watching_waits_and_its_clock_does_not(monkeypatch, capsys):
     now = [100.0]
-    monkeypatch.setattr(watch.time, 'perf_counter', lambda: now[0])
-    monkeypatch.setattr(watch.time, 'sleep', lambda s: now.__setitem__(0, now[0] + s))
-    monkeypatch.setattr(watch, 'visible', lambda text: text.replace('\x07', r'\x07'))
+    monkeypatch.setattr(lanes.time, 'perf_counter', lambda: now[0])
+    monkeypatch.setattr(lanes.time, 'sleep', lambda s: now.__setitem__(0, now[0] + s))
+    monkeypatch.setattr(lanes, 'visible', lambda text: text.replace('\x07', r'\x07'))
     generation = SimpleNamespace(cache=KVCache(SMALL, 1, 30), prompt_lens=[1], made=[])
     texts = []
-    monkeypatch.setattr(watch, 'frame', lambda *args: texts.append(args[5]) or '')
-    with watch.watching(generation, 50.0) as (write, clock):
+    monkeypatch.setattr(lanes, 'frame', lambda *args: texts.append(args[5]) or '')
+    with lanes.watching(generation, 50.0) as (write, clock):
         write('To')
         for _ in range(20):
             now[0] += 0.005  # a step of the model
