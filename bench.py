@@ -57,32 +57,24 @@ class Settings(KVDtype, Seed, Device, Attention, Weights, Json, Model):
         "prefill and serve 'vllm'",
         ('', 'vanilla', 'vanilla_float32', 'float32_kv', 'untrimmed', 'nanogpt', 'vllm'))
     batch_sizes: str = key('1', "all modes but train: batch sizes, as '1,4,16'")
-    contexts: str = key(
-        '512', "all modes but train: tokens in the cache, as '1024,4096'; tokens of the prompt in "
-        'prefill and serve; of the sequence in recompute or with a budget')
+    contexts: str = key('512', "all modes but train: tokens in the cache, as '1024,4096'; of a "
+                        'prompt (prefill, serve), of a sequence (recompute, or with a budget)')
     steps: int = key(16, 'mode decode: tokens timed in a round')
-    repeats: int = key(
-        5, 'all modes but train and kernels: timed rounds, at least 5, after a warm-up')
-    prefill_chunk: int = key(
-        0, "mode prefill: tokens per chunk; 0 = one chunk (serve: the engine's)")
+    repeats: int = key(5, 'all modes but train, kernels: rounds after a warm-up, at least 5')
+    prefill_chunk: int = key(0, "mode prefill: tokens a chunk; 0 = all (serve: the engine's)")
     requests: int = key(64, 'mode serve: number of requests')
     message: int = key(20, 'prefill against vllm: tokens of the timed message')
-    output_lengths: str = key(
-        '16,256', 'mode serve: shortest and longest output (log-uniform)')
+    output_lengths: str = key('16,256', 'mode serve: shortest, longest output (log-uniform)')
     budget: str = key('', "mode decode: KV memory to fill, as '1GB'; replaces batch_sizes")
     policies: str = key('none,selective,mlp,block,sqrt', 'mode recompute: policies to compare')
     chunked_loss: bool = key(True, 'mode train (not against nanoGPT): loss in chunks')
     nanogpt: str = key('', 'with against=nanogpt: folder of a nanoGPT checkout')
     save: str = key('', 'also write the JSON document to this file')
     batch_size: int = key(12, 'mode train: sequences in a step')
-    real_data: bool = key(
-        True, 'mode train: windows of the data set; False = one fixed random batch')
-    dataset: str = key(
-        'openwebtext', 'folder under data/ of the tokens and vocabulary (50304 if absent)')
-    compile: bool = key(
-        True, 'torch.compile the model (mode train) or its MLPs (others, only if given)')
-    profile: bool = key(
-        False, 'mode train: write a profiler trace to bench_log/ instead of timing')
+    real_data: bool = key(True, 'mode train: use the data set; False = one fixed random batch')
+    dataset: str = key('openwebtext', 'folder under data/; if absent, the vocabulary is 50304')
+    compile: bool = key(True, 'torch.compile the model (train) or, if given, its MLPs (others)')
+    profile: bool = key(False, 'mode train: write a profiler trace to bench_log/, time nothing')
 
 
 def main(argv=None):

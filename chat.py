@@ -39,9 +39,8 @@ from interop.load import load, with_newest_run
 class Settings(Talking, Sampling, KVDtype, Running):
     history: str = key('', "file of the conversation; '' = chat.json in out_dir")
     max_new_tokens: int = key(300, 'longest reply, in tokens; at most half of max_seq_len')
-    max_seq_len: int = key(
-        0, 'tokens of conversation to keep, dropping the oldest turns; 0 = block_size, or up to '
-        '32 times that (at most 8,192) with RoPE and local layers')
+    max_seq_len: int = key(0, 'tokens to keep, without the oldest turns; 0 = block_size, or up to '
+                           '32 times that (at most 8,192) with RoPE and local layers')
     prefix_budget: str = key('256MB', 'host memory for the K/V of earlier turns')
 
 

@@ -41,8 +41,7 @@ class Settings(OutDir, Model, Device, Attention):
     eval_iters: int = key(200, 'batches per split in one evaluation; always the same windows')
     eval_only: bool = key(False, 'evaluate once and stop')
     always_save_checkpoint: bool = key(True, 'save after every evaluation, not only improved ones')
-    checkpoint_interval: int = key(
-        0, 'also save every so many iterations; 0 = at evaluations only')
+    checkpoint_interval: int = key(0, 'also save every so many iterations; 0 = when evaluating')
     init_from: str = key(
         'scratch', "'scratch', 'resume' from out_dir, or GPT-2's weights to finetune",
         ('scratch', 'resume') + GPT2_TYPES, folder=GPT2_FOLDER, others=('random',))
@@ -54,17 +53,13 @@ class Settings(OutDir, Model, Device, Attention):
     tensorboard_log: bool = key(False, 'log to TensorBoard, in out_dir/tensorboard')
     # data
     dataset: str = key('openwebtext', 'folder under data/; prepared on first use if possible')
-    recall_task: str = key(
-        'distances=3,16,47', "with dataset='recall': distances of the answers, and other fields "
-        'of data/recall/tasks.py, such as n_tokens=32')
-    lookup_task: str = key(
-        'pairs=2,4,8,16', "with dataset='lookup': numbers of facts in a sequence, and other "
-        'fields of data/recall/tasks.py, such as gap=32')
-    gradient_accumulation_steps: int = key(
-        40, 'micro-batches per iteration, over all processes')
+    recall_task: str = key('distances=3,16,47', "with dataset='recall': distances of the answers "
+                           '(other fields: data/recall/tasks.py, such as n_tokens=32)')
+    lookup_task: str = key('pairs=2,4,8,16', "with dataset='lookup': numbers of facts in one "
+                           '(other fields: data/recall/tasks.py, such as gap=32)')
+    gradient_accumulation_steps: int = key(40, 'micro-batches an iteration, of all processes')
     batch_size: int = key(12, 'sequences in a micro-batch')
-    data_seed: int = key(
-        -1, 'seed of the batch order; -1 = seed, after initialization, as in nanoGPT')
+    data_seed: int = key(-1, 'seed of the batch order; -1 = seed, after initialization')
     data_order: str = key(
         'random', "training windows: 'random' (with replacement, as in nanoGPT), 'sequential', "
         "'shuffled' (each once an epoch)", ('random', 'sequential', 'shuffled'))
@@ -79,29 +74,23 @@ class Settings(OutDir, Model, Device, Attention):
     beta1: float = key(0.9, 'AdamW beta1')
     beta2: float = key(0.95, 'AdamW beta2')
     grad_clip: float = key(1.0, 'largest gradient norm; 0 = no clipping')
-    max_skipped: int = key(
-        20, 'stop after so many non-finite iterations in a row (each is skipped)')
+    max_skipped: int = key(20, 'stop after so many skipped (non-finite) iterations in a row')
     # learning rate
     decay_lr: bool = key(True, 'warm up and decay the learning rate')
-    lr_schedule: str = key(
-        'cosine', "'cosine', or 'wsd' (constant, then linear for cooldown_iters)",
-        ('cosine', 'wsd'))
-    cooldown_iters: int = key(
-        0, "with lr_schedule='wsd': decay iterations; 0 = lr_decay_iters / 5")
+    lr_schedule: str = key('cosine', "'cosine', or 'wsd' (constant, then linear for "
+                           'cooldown_iters)', ('cosine', 'wsd'))
+    cooldown_iters: int = key(0, "with 'wsd': iterations of the decay; 0 = lr_decay_iters / 5")
     warmup_iters: int = key(2000, 'iterations of linear warm-up')
     lr_decay_iters: int = key(600000, 'iteration at which min_lr is reached')
     min_lr: float = key(6e-5, 'lowest learning rate')
     # memory and devices
-    recompute: str = key(
-        'none', "activations to recompute in the backward pass: 'none', 'selective', 'mlp', "
-        "'block', 'every:K' blocks, 'sqrt', 'offload' (to host memory instead)")
+    recompute: str = key('none', "activations to recompute: 'none', 'selective', 'mlp', 'block', "
+                         "'every:K' blocks, 'sqrt', 'offload' (to host memory instead)")
     checkpoint_blocks: bool = key(False, "the same as recompute='block'")
-    chunked_loss: bool = key(
-        True, 'compute large logits and their gradients in chunks, to save memory')
+    chunked_loss: bool = key(True, 'compute large logits and gradients in chunks, for memory')
     memory_report: bool = key(False, 'before training, report the memory it will take')
-    parallel: str = key(
-        'ddp', "under torchrun: 'ddp' (replicas), or 'fsdp' (FSDP2: sharded parameters, "
-        'gradients and optimizer state)', ('ddp', 'fsdp'))
+    parallel: str = key('ddp', "under torchrun: 'ddp' (replicas), or 'fsdp' (FSDP2: parameters, "
+                        'gradients and optimizer state in shards)', ('ddp', 'fsdp'))
     backend: str = key('nccl', "torch.distributed backend: 'nccl' (CUDA) or 'gloo' (CPU)",
                        ('nccl', 'gloo'))
     tf32: bool = key(True, 'on CUDA: float32 matmuls in TF32, as in nanoGPT')

@@ -32,8 +32,7 @@ from training.evaluate import bits_per_byte, forward, through_cache
 class Settings(Source, Json, Running):
     text: str = key('', 'text file to evaluate')
     context: int = key(0, 'most tokens of context for a prediction; 0 = block_size')
-    stride: int = key(
-        0, 'tokens between windows: smaller = more context, slower; 0 = context / 2')
+    stride: int = key(0, 'tokens between windows: few = much context, slow; 0 = context / 2')
     batch_size: int = key(8, 'windows in a batch')
     kv_dtype: str = key('', "'' = forward passes without a cache; else the dtype of a KV cache",
                         ('', *KV_DTYPES))

@@ -55,8 +55,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 @dataclass(frozen=True)
 class Settings(Seed, Model):
     random: int = key(0, 'check so many random configs in place of one')
-    as_given: bool = key(
-        False, 'check the config itself, not a small one with the same form of plan')
+    as_given: bool = key(False, 'check the config itself, not a small one of the same form')
 
 
 

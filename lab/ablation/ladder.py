@@ -47,30 +47,24 @@ class Settings(Json, train.Settings):
     hidden: ClassVar[tuple] = ('given', 'seed', 'out_dir', 'init_from', 'resume_from', 'eval_only',
                                'backend', 'memory_report')
     name: str = key('', "name of the ladder; '' = that of its config file")
-    folder: str = key(
-        '', "folder of the results, with the trained models in runs/; '' = results/NAME")
+    folder: str = key('', "folder of results, with the models in runs/; '' = results/NAME")
     base: str = key('', 'training config of the first row')
     rows: dict = key({}, 'the ladder: name -> changes against the row above (keys of train.py, '
                      'kv_dtype, weight_dtype or at_inference)')
-    side_rows: dict = key(
-        {}, 'alternatives: name -> (name of the row they depart from, changes)')
-    baseline: str = key(
-        '', 'row to compare with, besides the first and previous: best at full memory')
+    side_rows: dict = key({}, 'alternatives: name -> (name of the row before, changes)')
+    baseline: str = key('', 'row to compare with, beside the first: best at full memory')
     seeds: str = key('1,2,3', 'training seeds of the rows')
     side_seeds: str = key('', "training seeds of the side rows; '' = seeds")
-    only: str = key(
-        '', "train only these rows, separated by commas; a leading '+' may be omitted")
+    only: str = key('', "train only these rows, as 'MQA,+ windows'; a leading '+' may be omitted")
     jobs: int = key(1, 'concurrent runs on each device')
     devices: str = key('', "where to train, as 'cuda:0,cuda:1'; '' = device")
     eval_windows: int = key(0, 'validation windows per model; 0 = all that do not overlap')
-    identifiers: bool = key(
-        False, 'the data are Python source: measure the loss of identifiers, by the distance to '
-        'their last use')
+    identifiers: bool = key(False, 'the data are Python source: measure the loss of identifiers, '
+                            'by the distance to their last use')
     contexts: str = key('256,1024,4096', 'tokens in the cache for KV bytes')
     pictures: bool = key(True, 'draw the plots of the report (needs matplotlib)')
     dry_run: bool = key(False, 'only print what would be trained')
-    report_only: bool = key(
-        False, 'make the report from existing results; train and measure nothing')
+    report_only: bool = key(False, 'make the report of existing results; train and measure nothing')
 
 
 @dataclass(frozen=True)
