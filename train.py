@@ -13,7 +13,6 @@ Ctrl-C or SIGTERM saves a checkpoint after the current step and exits.
 """
 from common import startup  # noqa: F401  # isort: skip  (before torch is imported)
 import contextlib
-import math
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +26,7 @@ from common.folder_lock import only_writer
 from common.settings import GPT2_FOLDER, GPT2_TYPES, Attention, Device, Model, OutDir, key
 from data.datasets import DATA_ROOT
 from training.distributed import Ranks, resumed_after_restart
+from training.evaluate import bits_per_byte
 from training.log import Pace, RunLog, check_packages, open_trackers
 from training.memory import memory_line
 from training.optim import learning_rate_at, set_learning_rate
@@ -170,7 +170,7 @@ def evaluate(run, log, stop, lr, mfu):
         log.line(f'step {run.iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}')
         row = {'train/loss': train_loss, 'val/loss': val_loss, 'lr': lr, 'mfu': mfu * 100}
         if run.bytes_per_token:
-            bits = val_loss / math.log(2) / run.bytes_per_token
+            bits = bits_per_byte(val_loss, 1, run.bytes_per_token)
             log.line(f'that val loss is {bits:.3f} bits per byte of text')
         for tracker in log.trackers:
             tracker.evaluated(run.iter_num, row)

@@ -7,7 +7,6 @@ train.bin.
 meta.pkl is dict(vocab_size: int, itos: dict[int, str], stoi: dict[str, int]); a GPT-2 BPE dataset
 has none.
 """
-
 import contextlib
 import io
 import itertools

@@ -3,7 +3,6 @@
 A hash of its text decides whether a document is held out for validation: every run makes the same
 choice without knowing the number of documents, and duplicates end up in the same split.
 """
-
 import hashlib
 import json
 import os

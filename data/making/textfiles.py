@@ -1,5 +1,4 @@
 """Make a dataset from text files: find and split them, and write their tokens."""
-
 import fnmatch
 import hashlib
 import os

@@ -4,7 +4,6 @@ Until then the older dataset stays. A preparation that was killed starts again: 
 what it left. Killed between two renames, it leaves a folder that counts as not prepared, since the
 file that marks a folder as prepared (train.bin or train_00000.bin) is removed first and added last.
 """
-
 import contextlib
 import os
 import pickle

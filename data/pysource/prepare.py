@@ -14,7 +14,6 @@ than 200 or more than 100,000 bytes (tables and generated code, mostly). Tabs, i
 comments stay. The tokens (default: 4,096) are learned from the training packages. Of all passages
 of six lines in the held-out packages, 0.3% also occur in the training packages.
 """
-
 import hashlib
 import io
 import re

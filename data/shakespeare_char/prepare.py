@@ -6,7 +6,6 @@
 The ids are nanoGPT's: the characters in sorted order. Train has 1,003,854 tokens and val 111,540;
 the vocabulary is 65.
 """
-
 import os
 import sys
 from pathlib import Path

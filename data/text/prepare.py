@@ -20,7 +20,6 @@ After each file, unless there is only one: the token <|endoftext|>; with char a 
 lacks one, and two empty lines.
 A dataset in data/NAME/ is only replaced with --overwrite.
 """
-
 import sys
 from pathlib import Path
 

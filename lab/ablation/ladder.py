@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-import torch
-
 import configurator
 import train
 from common.errors import UserError, at_least
@@ -21,10 +19,10 @@ from common.settings import KV_DTYPES, Json, key
 from data.datasets import DATA_ROOT
 from data.recall.tasks import TASKS
 from data.tokenfiles import open_split
+from engine.weights.quantize import n_parameters
 from interop.convert import check_conversion
 from kv.plan import plan_kv
 from lab.benchmarks.setting import numbers
-from model import GPT
 from training.batches import open_meta
 from training.checkpoint import tokens_id
 
@@ -238,10 +236,10 @@ class Ladder:
     def _matching_mlp(self, row) -> int:
         """Return the MLP width, a multiple of 8, that comes closest to the first row's number of
         parameters (without position embeddings)."""
-        one, two = (parameters(self.trained_config(
-            dataclasses.replace(row, train=row.train | {'mlp_hidden': width})))
+        one, two = (n_parameters(self.trained_config(
+            dataclasses.replace(row, train=row.train | {'mlp_hidden': width})), False)
             for width in (8, 16))
-        target = parameters(self.trained_config(self.rows[self.first]))
+        target = n_parameters(self.trained_config(self.rows[self.first]), False)
         return 8 * max(1, round((target - one) / (two - one)) + 1)
 
     def _data_id(self, s) -> str:
@@ -264,12 +262,6 @@ class Ladder:
 
 def digest(what) -> str:
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def parameters(config: GPTConfig) -> int:
-    """Number of parameters without position embeddings. No memory is allocated."""
-    with torch.device('meta'):
-        return GPT(config).get_num_params()
 
 
 def read_ladder(argv: list[str], usage: str = '', echo: bool = True):

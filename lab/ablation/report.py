@@ -1,6 +1,5 @@
 """Write the report of a summary: results.json, report.md and pictures. Print its tables on the
 terminal."""
-
 from kv.console import output
 from lab.ablation import tables
 from lab.ablation.pictures import TITLES, write_all

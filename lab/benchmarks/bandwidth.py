@@ -5,7 +5,6 @@ A step of B sequences must read the K/V of min(n, window) tokens in every layer 
 for each of their layers) and every parameter, except that embeddings that are not also the output
 layer only read the rows looked up. Activations and rotary tables are small and not counted.
 """
-
 import torch
 
 from common.errors import UserError

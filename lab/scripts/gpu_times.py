@@ -29,8 +29,8 @@ from engine.steps.prepare import prepare
 from engine.weights.quantized import Int8Linear
 from lab.benchmarks.decode import DecodeRound
 from lab.benchmarks.kernels import milliseconds_a_call, n_copies
-from lab.benchmarks.setting import build, model_config, random_tokens
-from model import LayerNorm
+from lab.benchmarks.setting import model_config, prepared, random_tokens
+from model import GPT, LayerNorm
 
 FULL = 'config/train_gpt2_mqa_local.py'
 STEPS = 8  # profiled steps
@@ -39,7 +39,7 @@ STEPS = 8  # profiled steps
 def full_model(parameters: torch.dtype | None = None):
     """parameters: their dtype, bfloat16 if None."""
     s = configurator.parse(bench.Settings, [FULL, '--device=cuda', '--dtype=bfloat16'], echo=False)
-    return build(model_config(s, DATA_ROOT), s, parameters)
+    return prepared(GPT(model_config(s, DATA_ROOT)), s, parameters)
 
 
 def engine_texts(model, params: list[SamplingParams], asynchronous: bool):
