@@ -1,5 +1,4 @@
-"""Benchmark training steps (like nanoGPT's bench.py), decoding from the cache, prefill, serving and
-more.
+"""Benchmark training steps (like nanoGPT's bench.py), decoding from the cache, prefill, serving.
 
     python bench.py --real_data=False                   # GPT-2 124M's shape, one random batch
     python bench.py --real_data=False --profile=True    # trace for chrome://tracing or TensorBoard
@@ -24,18 +23,17 @@ more.
 train: forward, backward and AdamW update of one batch, without dropout. decode: time per output
 token (TPOT), greedy, from caches that hold `contexts` tokens, and bytes stored and read. prefill:
 time to first token (TTFT). serve: requests of different lengths, continuous batching against
-static. recompute: training steps by recomputation policy.
-kernels: only attention and the K/V write, on CUDA.
+static. recompute: training steps by policy. kernels: attention and the K/V write alone, on CUDA.
 Each is a module of lab/benchmarks/. Weights are random, in the settings' shape. Compared models are
-interleaved; ratios are medians over pairs of rounds. With --json=True the last line of output is
-a JSON document; `python -m lab.benchmarks.table` makes a page from saved documents.
+interleaved; ratios are medians over pairs of rounds. `python -m lab.benchmarks.table` makes a page
+from documents that were saved.
 """
 import importlib
 import json
 from dataclasses import dataclass
 
 import configurator
-from common.settings import Attention, Device, Json, KVDtype, Model, Seed, Weights, key
+from common.settings import Attention, Device, Inference, Json, Model, Seed, key
 from data.datasets import DATA_ROOT
 from lab.benchmarks.setting import check_against, check_target
 from lab.benchmarks.table import TABLES, show
@@ -44,12 +42,9 @@ from training.device import check_seed
 
 
 @dataclass(frozen=True)
-class Settings(KVDtype, Seed, Device, Attention, Weights, Json, Model):
-    mode: str = key(
-        'train', "what to time: 'train' (whole steps), 'decode' (tokens from a filled cache), "
-        "'prefill' (time to first token), 'serve' (continuous against static batching), "
-        "'recompute' (training steps by policy), 'kernels' (attention and K/V write, CUDA)",
-        ('train', 'decode', 'prefill', 'serve', 'recompute', 'kernels'))
+class Settings(Inference, Seed, Device, Attention, Json, Model):
+    mode: str = key('train', 'what to time, as described above',
+                    ('train', 'decode', 'prefill', 'serve', 'recompute', 'kernels'))
     against: str = key(
         '', "baseline, timed interleaved: 'vanilla' (GPT-2's KV cache, our code; decode, prefill, "
         "recompute); in mode decode also 'vanilla_float32', 'float32_kv' (same model, float32 "

@@ -28,7 +28,7 @@ from rich.progress import track
 
 import configurator
 from common.errors import UserError, at_least
-from common.settings import Json, KVDtype, Running, Sampling, Source, key
+from common.settings import Json, Running, Sampling, Source, key
 from common.sizes import nice_bytes, parse_bytes
 from common.terminal import visible
 from engine.steps.captured import MIN_CAPTURED
@@ -52,7 +52,7 @@ RULE = '-' * 15  # printed after each sample, as in nanoGPT
 
 
 @dataclass(frozen=True)
-class Settings(Source, Sampling, KVDtype, Json, Running):
+class Settings(Source, Sampling, Json, Running):
     start: str = key('\n', "prompt, or 'FILE:path' of a text file that holds it")
     prompts: str = key('', 'file of prompts: one a line, or in a .jsonl file one JSON string or '
                        'object ({"prompt": "To be"}) a line; answers are JSON lines on stdout')
@@ -223,8 +223,7 @@ def machine(model) -> dict:
 
 
 def parse(argv):
-    """Return the settings. With `prompts`, the parser prints to stderr, since stdout is only for
-    answers."""
+    """Return the settings. With `prompts`, the parser prints to stderr: stdout is for answers."""
     echoed, s = io.StringIO(), None
     try:
         with contextlib.redirect_stdout(echoed):
@@ -244,8 +243,7 @@ def parse(argv):
         raise UserError(f'watch=True draws one sample at a time, and prompts={s.prompts!r} are '
                         'many: leave one of them out')
     if s.prompts and 'start' in s.given:
-        raise UserError(f'start={s.start!r} and prompts={s.prompts!r} are both given: leave one of '
-                        'them out')
+        raise UserError(f'start={s.start!r} and prompts={s.prompts!r} are two: leave one out')
     return s
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import configurator
 from common.errors import UserError, at_least
-from common.settings import KVDtype, Running, Talking, key
+from common.settings import Running, Talking, key
 from common.sizes import parse_bytes
 from engine.steps.captured import CapturedDecode
 from engine.text.dialogue import Template, longest_context, speakers
@@ -36,7 +36,7 @@ LOOPBACK = ('127.0.0.1', '::1', 'localhost')
 
 
 @dataclass(frozen=True)
-class Settings(Talking, KVDtype, Running):
+class Settings(Talking, Running):
     host: str = key('127.0.0.1', "where to listen: '127.0.0.1' = this machine, '0.0.0.0' = any")
     port: int = key(8000, 'port to listen on; 0 = a free one, which is printed')
     api_key_file: str = key('', "file of API keys, one a line; '' = NANOKV_API_KEY, if set")

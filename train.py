@@ -55,8 +55,8 @@ class Settings(OutDir, Model, Device, Attention):
     dataset: str = key('openwebtext', 'folder under data/; prepared on first use if possible')
     recall_task: str = key('distances=3,16,47', "with dataset='recall': distances of the answers "
                            '(other fields: data/recall/tasks.py, such as n_tokens=32)')
-    lookup_task: str = key('pairs=2,4,8,16', "with dataset='lookup': numbers of facts in one "
-                           '(other fields: data/recall/tasks.py, such as gap=32)')
+    lookup_task: str = key('pairs=2,4,8,16', "with dataset='lookup': numbers of facts in a "
+                           'sequence (other fields: data/recall/tasks.py, such as gap=32)')
     gradient_accumulation_steps: int = key(40, 'micro-batches an iteration, of all processes')
     batch_size: int = key(12, 'sequences in a micro-batch')
     data_seed: int = key(-1, 'seed of the batch order; -1 = seed, after initialization')
@@ -158,8 +158,7 @@ def train(run, log, stop):
     log.skipped(run.update.read())  # since the last logged iteration
     run.save(best=False, say=log.line)
     why = stop.name or 'another process was stopped'
-    log.line(f'{why}: saved iteration {run.iter_num} to {run.path}; '
-             'go on with --init_from=resume')
+    log.line(f'{why}: saved iteration {run.iter_num} to {run.path}; go on with --init_from=resume')
 
 
 def evaluate(run, log, stop, lr, mfu):

@@ -1,7 +1,7 @@
 """Settings that several programs share. A program's own stand at the top of its script:
 
     @dataclass(frozen=True)
-    class Settings(Sampling, KVDtype, Device):
+    class Settings(Sampling, Device):
         max_new_tokens: int = key(500, 'tokens to generate per sample')
 
 `configurator.parse` reads them from config files and the command line, and makes `--help` of them.
@@ -85,7 +85,8 @@ class Attention(Base):
 
 
 @dataclass(frozen=True)
-class Weights(Base):
+class Inference(Base):
+    kv_dtype: str = key('auto', "dtype of the KV cache; 'auto' = compute dtype", KV_DTYPES)
     weight_dtype: str = key('auto', "weight matrices: 'auto' = dtype, 'int8', 'int4' "
                             '(docs/decoding.md)', ('auto', 'int8', 'int4'))
     int4_group: int = key(32, "with weight_dtype='int4': columns that share a scale")
@@ -98,11 +99,6 @@ class Sampling(Base):
     temperature: float = key(0.8, 'divides the logits: below 1 safer, above 1 bolder, 0 = greedy')
     top_k: int = key(200, 'sample only from the k most likely tokens; 0 = all')
     top_p: float = key(1.0, 'sample only from the likeliest tokens of this total probability')
-
-
-@dataclass(frozen=True)
-class KVDtype(Base):
-    kv_dtype: str = key('auto', "dtype of the KV cache; 'auto' = compute dtype", KV_DTYPES)
 
 
 MODEL = tuple(f.name for f in dataclasses.fields(GPTConfig) if f.name != 'vocab_size')
@@ -126,7 +122,7 @@ class Model(dataclasses.make_dataclass('Shape', _shape, bases=(Base,), frozen=Tr
 
 
 @dataclass(frozen=True)
-class Running(Device, Weights, Model):
+class Running(Device, Inference, Model):
     """Where a trained model runs, and its shape if there is no checkpoint."""
     compile: bool = key(False, 'torch.compile the MLPs')
     dataset: str = key('shakespeare_works', 'whose alphabet to use if no checkpoint names one')

@@ -97,8 +97,7 @@ def evaluate(s) -> dict:
         raise UserError(f'context={context}: the model has learned {block_size} positions')
     stride = s.stride or max(1, context // 2)
     if stride > context:
-        raise UserError(f'stride={stride} is more than context={context}: some tokens would be in '
-                        'no window')
+        raise UserError(f'stride={stride} is more than context={context}: it would skip tokens')
     ids, n_bytes = encode(s.text, text, tokenizer)
     logits_of, kv_dtype = forward(model), ''
     if s.kv_dtype:

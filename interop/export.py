@@ -64,8 +64,7 @@ def hf_model(model, dtype: torch.dtype = torch.float32, end: int | None = None,
     """Return the model as a transformers class or as NanoKVForCausalLM.
 
     end: the token that ends a text. source: recorded in config.json as `nanokv_source`.
-    UserError: if transformers is missing, a field of the config is not supported, or the model has
-        windows of one token."""
+    UserError: if transformers is missing, or does not support a field or a window of one token."""
     try:
         import transformers
 
@@ -78,8 +77,7 @@ def hf_model(model, dtype: torch.dtype = torch.float32, end: int | None = None,
     if unknown := unknown_field(config, 'export'):
         raise UserError(f'{unknown} is not supported by interop.export')
     if any(layer.window == 1 for layer in model.plan.layers):
-        raise UserError('window_size=1 cannot be exported: the caches of transformers need 2 or '
-                        'more')
+        raise UserError('window_size=1 cannot be exported: transformers needs 2 or more')
     notes = {'nanokv': model_args(config), 'nanokv_source': source or {}, 'dtype': dtype,
              'bos_token_id': end, 'eos_token_id': end}
     if is_gpt2(config):

@@ -50,9 +50,8 @@ def from_pretrained(source: str, override_args: dict | None = None) -> GPT:
     source: 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder with config.json and
         *.safetensors, all of which are read. A folder named gpt2 is './gpt2'.
     override_args: only 'dropout' is allowed.
-    Raises:
-        UserError (a ValueError): if the source does not exist, the hub is unreachable, a package is
-            missing, files are damaged, options unsupported, or tensors missing or unexpected.
+    UserError (a ValueError): if the source does not exist, the hub is unreachable, a package is
+    missing, files are damaged, options unsupported, or tensors missing or unexpected.
     """
     overrides = dict(override_args or {})
     if overrides.keys() - {'dropout'}:

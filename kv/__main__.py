@@ -154,8 +154,7 @@ def describe(where: str, s) -> dict:
 
 
 def is_config_of_others(arg: str) -> bool:
-    """Whether an argument is a config.json, a folder with one and without a checkpoint, or a name
-    on the hub."""
+    """Whether it is a config.json, a folder with one and without a checkpoint, or on the hub."""
     path = Path(arg)
     if path.is_dir():
         return (path / 'config.json').is_file() and not (path / 'ckpt.pt').exists()
@@ -165,10 +164,7 @@ def is_config_of_others(arg: str) -> bool:
 
 def saved_config(path: Path) -> GPTConfig:
     """The config in a checkpoint or a folder's ckpt.pt, without reading its weights. Needs torch.
-
-    Raises:
-        UserError: if there is no checkpoint, or it is damaged.
-    """
+    UserError: if there is no checkpoint, or it is damaged."""
     from training.checkpoint import config_of, load_checkpoint, read_file
     path = path / 'ckpt.pt' if path.is_dir() else path
     try:

@@ -45,8 +45,7 @@ def arguments(doc: str, script: str) -> Arguments:
 
 def prepare(args: Any, path: str, **options: Any) -> None:
     """Make the dataset described by `args` (see arguments()) from the hub dataset `path`. options:
-    of datasets.load_dataset. Raises UserError as TokenWriter does, or if the documents are not
-    available."""
+    of datasets.load_dataset. UserError: as TokenWriter's, or if documents are not available."""
     if args.files:
         check_files(args.files)
         documents = file_documents(args.files)

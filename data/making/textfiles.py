@@ -51,8 +51,7 @@ def check_name(name: str, root: Path, overwrite: bool) -> Path:
 
 def find_files(inputs: list[Path], pattern: str) -> list[Path]:
     """Return the given files, and those of given folders that match `pattern` and are not hidden,
-    in the order of their paths in it, each once. Raises UserError for a missing input, or if there
-    are no files."""
+    in the order of their paths in it, each once. UserError: if an input or all are missing."""
     found: dict[Path, Path] = {}
     for given in inputs:
         if os.path.isdir(given):
@@ -130,8 +129,7 @@ def split(texts: list[str], share: float) -> dict[str, list[str]]:
     return splits
 
 
-def prepare(folder: Path, splits: dict[str, list[str]], name: str,
-            several: bool) -> dict[str, int]:
+def prepare(folder: Path, splits: dict[str, list[str]], name: str, several: bool) -> dict[str, int]:
     """Write the dataset, and return the number of tokens of each split. Prints nanoGPT's lines.
     name: the tokenizer's, see data/text/prepare.py. several: texts end with its token for that."""
     texts = [(split, text) for split, part in splits.items() for text in part]

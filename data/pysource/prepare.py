@@ -71,8 +71,7 @@ def read_packages(folder: Path) -> dict[str, list[str]]:
 
 
 def read_wheel(wheel: bytes, seen: set[bytes]) -> list[str]:
-    """Return the documents of a wheel by path, but for those whose hash is in `seen`, to which
-    theirs are added."""
+    """Return the documents of a wheel by path, without those hashed in `seen`; add theirs."""
     documents = []
     with zipfile.ZipFile(io.BytesIO(wheel)) as archive:
         for entry in sorted(archive.infolist(), key=lambda entry: entry.filename):

@@ -48,8 +48,7 @@ class TrainingSteps:
         self.device = next(model.parameters()).device  # nanoGPT's model does not tell it
         self.forward = torch.compile(model) if compiled else model
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its size
-            self.optimizer = model.configure_optimizers(1e-2, 1e-4, (0.9, 0.95),
-                                                        self.device.type)
+            self.optimizer = model.configure_optimizers(1e-2, 1e-4, (0.9, 0.95), self.device.type)
         if next_batch is None:
             x, y = torch.randint(model.config.vocab_size, (2, batch, context), device=self.device)
             next_batch = lambda: (x, y)
