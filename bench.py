@@ -47,9 +47,8 @@ class Settings(Inference, Seed, Device, Attention, Json, Model):
                     ('train', 'decode', 'prefill', 'serve', 'recompute', 'kernels'))
     against: str = key(
         '', "baseline, timed interleaved: 'vanilla' (GPT-2's KV cache, our code; decode, prefill, "
-        "recompute); in mode decode also 'vanilla_float32', 'float32_kv' (same model, float32 "
-        "cache); in train 'nanogpt'; in prefill 'untrimmed' (all tokens in all layers); in "
-        "prefill and serve 'vllm'",
+        "recompute), 'vanilla_float32', 'float32_kv' (same model; decode), 'nanogpt' (train), "
+        "'untrimmed' (all tokens in all layers; prefill), 'vllm' (prefill, serve)",
         ('', 'vanilla', 'vanilla_float32', 'float32_kv', 'untrimmed', 'nanogpt', 'vllm'))
     batch_sizes: str = key('1', "all modes but train: batch sizes, as '1,4,16'")
     contexts: str = key('512', "all modes but train: tokens in the cache, as '1024,4096'; of a "

@@ -243,7 +243,7 @@ def parse(argv):
         raise UserError(f'watch=True draws one sample at a time, and prompts={s.prompts!r} are '
                         'many: leave one of them out')
     if s.prompts and 'start' in s.given:
-        raise UserError(f'start={s.start!r} and prompts={s.prompts!r} are two: leave one out')
+        raise UserError(f'start={s.start!r} and prompts={s.prompts!r} are both there: drop one')
     return s
 
 

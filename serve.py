@@ -20,6 +20,7 @@ from pathlib import Path
 
 import configurator
 from common.errors import UserError, at_least
+from common.files import read_text
 from common.settings import Running, Talking, key
 from common.sizes import parse_bytes
 from engine.steps.captured import CapturedDecode
@@ -77,11 +78,8 @@ def read_keys(path: str, environment) -> list[str]:
     """Return the accepted API keys, from a file or otherwise from NANOKV_API_KEY. UserError: if it
     is empty, which is more likely a mistake than intended."""
     if path:
-        try:
-            lines = Path(path).read_text(encoding='utf-8-sig').splitlines()
-            keys = [line.strip() for line in lines if line.strip()]
-        except (OSError, UnicodeDecodeError) as e:
-            raise UserError(f'api_key_file={path!r} cannot be read: {e}') from e
+        lines = read_text(path, f'api_key_file={path!r}').splitlines()
+        keys = [line.strip() for line in lines if line.strip()]
         if not keys:
             raise UserError(f'api_key_file={path!r} has no key in it')
         return keys

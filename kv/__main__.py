@@ -19,13 +19,13 @@ from pathlib import Path
 
 import configurator
 from common.errors import UserError, at_least
-from common.gpt_config import GPTConfig
+from common.gpt_config import GPTConfig, unknown_field
 from common.settings import MODEL, STORED_DTYPES, Json, Model, key
 from common.sizes import nice_bytes, parse_bytes
 from data.datasets import DATA_ROOT
 from data.recall.tasks import task_of
 from data.tokenfiles import is_prepared, read_meta
-from kv.counts import note_uncounted, parameters, prefill_flops
+from kv.counts import parameters, prefill_flops
 from kv.plan import plan_kv
 from kv.report import REPORTED_DTYPES, account
 from kv.svg import plan_svg
@@ -85,7 +85,8 @@ def describe_plan(saved: list[str], s) -> dict:
     plan, T = plan_kv(config), s.max_seq_len or config.block_size
     at_least(s, max_seq_len=0, batch=1)
 
-    note_uncounted(config)
+    if unknown := unknown_field(config, 'count'):
+        print(f'Note: parameters of {unknown} are not counted: kv.weights does not know them')
     n = parameters(config, plan)
     sizes = {dtype: n * size for dtype, size in WEIGHT_BYTES.items()}
     flops, untrimmed = (prefill_flops(config, plan, T, trim=trim) / T for trim in (True, False))

@@ -1,7 +1,7 @@
 """Parameters of a model, and FLOPs of its prefill, counted from its plan. Torch is not needed."""
 import math
 
-from common.gpt_config import GPTConfig, unknown_field
+from common.gpt_config import GPTConfig
 from kv.plan import KVPlan, Layer
 from kv.weights import HEAD, layer_shapes, shapes
 
@@ -9,12 +9,6 @@ from kv.weights import HEAD, layer_shapes, shapes
 def parameters(config: GPTConfig, plan: KVPlan) -> int:
     """Number of parameters, including position embeddings; the output matrix is tied."""
     return sum(math.prod(shape) for name, shape in shapes(config, plan).items() if name != HEAD)
-
-
-def note_uncounted(config: GPTConfig) -> None:
-    """Print a note if `parameters` does not know a setting."""
-    if unknown := unknown_field(config, 'count'):
-        print(f'Note: parameters of {unknown} are not counted: kv.weights does not know them')
 
 
 def attention_flops(plan: KVPlan, layer: Layer, tokens: int, before: int) -> int:

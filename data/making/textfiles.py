@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common.errors import UserError
+from common.files import read_text
 from data.bpe import learn_bpe
 from data.making.writer import TokenWriter
 from data.progress import tracked
@@ -18,17 +19,6 @@ MOST_SHOWN = 1000  # characters of an alphabet
 BLOCK = 1 << 20  # characters encoded, or learned from, at a time
 ENOUGH = 0.5  # fraction of val's share that entire files must reach
 FEWEST = 2  # characters per split: an input and its target
-
-
-def read_text(path: Path) -> str:
-    """Return the text of a UTF-8 file, in which line ends become '\\n' and a byte order mark is
-    dropped. UserError if the file cannot be read or is not UTF-8."""
-    try:
-        return path.read_text(encoding='utf-8-sig')
-    except UnicodeDecodeError as error:
-        raise UserError(f'{str(path)!r} is not UTF-8 text ({error.reason})') from None
-    except OSError as error:
-        raise UserError(f'cannot read {str(path)!r}: {error.strerror}') from None
 
 
 def check_name(name: str, root: Path, overwrite: bool) -> Path:
@@ -86,7 +76,7 @@ def read_texts(files: list[Path]) -> list[str]:
     paths, skipped = {}, []  # text -> its first file
     for path in tracked(files, 'reading'):
         try:
-            text = read_text(path)
+            text = read_text(path, repr(str(path)))
         except UserError as error:
             skipped.append(str(error))
             continue
