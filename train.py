@@ -67,8 +67,7 @@ class Settings(OutDir, Model, Device, Attention):
     # optimizer
     learning_rate: float = key(6e-4, 'peak learning rate')
     max_iters: int = key(600000, 'iterations to train')
-    optimizer: str = key('adamw', "'adamw', 'muon' (matrices of blocks; AdamW for the rest)",
-                         ('adamw', 'muon'))
+    optimizer: str = key('adamw', "'muon' = for matrices of blocks, else AdamW", ('adamw', 'muon'))
     muon_momentum: float = key(0.95, "with optimizer='muon': momentum")
     weight_decay: float = key(1e-1, 'weight decay, on matrices only')
     beta1: float = key(0.9, 'AdamW beta1')
@@ -77,8 +76,7 @@ class Settings(OutDir, Model, Device, Attention):
     max_skipped: int = key(20, 'stop after so many skipped (non-finite) iterations in a row')
     # learning rate
     decay_lr: bool = key(True, 'warm up and decay the learning rate')
-    lr_schedule: str = key('cosine', "'cosine', or 'wsd' (constant, then linear for "
-                           'cooldown_iters)', ('cosine', 'wsd'))
+    lr_schedule: str = key('cosine', "'wsd' = constant, linear cooldown", ('cosine', 'wsd'))
     cooldown_iters: int = key(0, "with 'wsd': iterations of the decay; 0 = lr_decay_iters / 5")
     warmup_iters: int = key(2000, 'iterations of linear warm-up')
     lr_decay_iters: int = key(600000, 'iteration at which min_lr is reached')
@@ -91,8 +89,7 @@ class Settings(OutDir, Model, Device, Attention):
     memory_report: bool = key(False, 'before training, report the memory it will take')
     parallel: str = key('ddp', "under torchrun: 'ddp' (replicas), or 'fsdp' (FSDP2: parameters, "
                         'gradients and optimizer state in shards)', ('ddp', 'fsdp'))
-    backend: str = key('nccl', "torch.distributed backend: 'nccl' (CUDA) or 'gloo' (CPU)",
-                       ('nccl', 'gloo'))
+    backend: str = key('nccl', "torch.distributed's: 'nccl' (CUDA), 'gloo'", ('nccl', 'gloo'))
     tf32: bool = key(True, 'on CUDA: float32 matmuls in TF32, as in nanoGPT')
     compile: bool = key(True, 'torch.compile the model')
 

@@ -96,8 +96,7 @@ def convert_checkpoint(source: Path, changes: dict) -> dict:
 
 
 def new_checkpoint(model: GPT, config: GPTConfig, settings: dict, **more) -> dict:
-    """Return a checkpoint at iteration 0, without optimizer state. settings: of train.py, those
-    that are not the default."""
+    """A checkpoint at iteration 0 without optimizer state. settings: train.py's, but defaults."""
     return {'model': model.state_dict(), 'optimizer': {'state': {}, 'param_groups': []},
             'model_args': model_args(config), 'iter_num': 0, 'best_val_loss': torch.tensor(1e9),
             'holds_best': False, 'config': settings, **more}

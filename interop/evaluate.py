@@ -34,8 +34,7 @@ class Settings(Source, Json, Running):
     context: int = key(0, 'most tokens of context for a prediction; 0 = block_size')
     stride: int = key(0, 'tokens between windows: few = much context, slow; 0 = context / 2')
     batch_size: int = key(8, 'windows in a batch')
-    kv_dtype: str = key('', "'' = forward passes without a cache; else the dtype of a KV cache",
-                        ('', *KV_DTYPES))
+    kv_dtype: str = key('', "'' = no cache; else the dtype of a KV cache", ('', *KV_DTYPES))
 
 
 def windows_of(n: int, context: int, stride: int) -> list[tuple[int, int, int]]:

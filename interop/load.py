@@ -70,8 +70,7 @@ def read_model(s):
 
 
 def with_newest_run(s):
-    """The settings, with the newest run here as out_dir if none was given and the default has none.
-    """
+    """The settings, with the newest run as out_dir if none was given and the default has none."""
     there = Path(s.out_dir, s.resume_from).exists()
     if s.init_from != 'resume' or 'out_dir' in s.given or there:
         return s

@@ -39,12 +39,10 @@ WEIGHT_BYTES = {'bfloat16': 2, 'float32': 4, 'int8': 1}
 class Settings(Json, Model):
     max_seq_len: int = key(0, 'sequence length; 0 = block_size (models of Hugging Face: 4,096)')
     batch: int = key(1, 'sequences in the cache')
-    kv_dtype: str = key('bfloat16', 'dtype of the slot table (the comparison has all)',
-                        STORED_DTYPES, others=('auto',))
+    kv_dtype: str = key('bfloat16', 'dtype of the slot table', STORED_DTYPES, others=('auto',))
     budget: str = key('', "KV memory, as '1GB' or '512MiB': also report how many sequences fit")
     svg: str = key('', 'also draw the plan of one sequence, to this .svg file')
-    like: str = key('', "models of Hugging Face: 'nanokv' = also their shape with nanoKV's plan",
-                    ('', 'nanokv'))
+    like: str = key('', "models of Hugging Face: 'nanokv' = also with its plan", ('', 'nanokv'))
     page_size: int = key(16, 'models of Hugging Face: positions in a page of vLLM (its block_size)')
     step_tokens: int = key(8192, "models of Hugging Face: vLLM's max_num_batched_tokens")
     # of a data set, only the vocabulary counts

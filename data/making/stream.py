@@ -95,8 +95,7 @@ def encode_batch(texts: list[str], encoding: Any, share: float) -> tuple[np.ndar
 
 def encoded(texts: Iterable[list[str]], encoding: Any, share: float,
             workers: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield encode_batch of each batch, in order, using `workers` threads and reading at most two
-    batches per thread ahead."""
+    """Yield encode_batch of each batch in order, with `workers` threads, each two batches ahead."""
     pending = deque()
     with ThreadPoolExecutor(workers) as pool:
         for batch in texts:
