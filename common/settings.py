@@ -98,7 +98,7 @@ class Inference(Base):
 class Sampling(Base):
     temperature: float = key(0.8, 'divides the logits: below 1 safer, above 1 bolder, 0 = greedy')
     top_k: int = key(200, 'sample only from the k most likely tokens; 0 = all')
-    top_p: float = key(1.0, 'sample only from the likeliest tokens of this total probability')
+    top_p: float = key(1.0, 'sample from the likeliest tokens of this total probability; 1 = all')
 
 
 MODEL = tuple(f.name for f in dataclasses.fields(GPTConfig) if f.name != 'vocab_size')
@@ -134,7 +134,7 @@ class Source(OutDir):
     init_from: str = key('resume', "'resume' (from out_dir), 'random' weights, or GPT-2's weights",
                          ('resume', 'random') + GPT2_TYPES, folder=GPT2_FOLDER,
                          others=('scratch',))
-    resume_from: str = key('ckpt.pt', "with init_from='resume': checkpoint in out_dir")
+    resume_from: str = key('ckpt.pt', "with 'resume': checkpoint in out_dir, as ckpt_best.pt")
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class Settings(Json, Model):
     kv_dtype: str = key('bfloat16', 'dtype of the slot table', STORED_DTYPES, others=('auto',))
     budget: str = key('', "KV memory, as '1GB' or '512MiB': also report how many sequences fit")
     svg: str = key('', 'also draw the plan of one sequence, to this .svg file')
-    like: str = key('', "models of Hugging Face: 'nanokv' = also with its plan", ('', 'nanokv'))
+    like: str = key('', "models of Hugging Face: 'nanokv' = with its plan, too", ('', 'nanokv'))
     page_size: int = key(16, 'models of Hugging Face: positions in a page of vLLM (its block_size)')
     step_tokens: int = key(8192, "models of Hugging Face: vLLM's max_num_batched_tokens")
     # of a data set, only the vocabulary counts
