@@ -61,7 +61,7 @@ class Settings(Source, Sampling, Json, Running):
     max_new_tokens: int = key(500, 'tokens to generate per sample')
     stop: str = key('', 'text, or a list of texts, that ends a sample (not printed): '
                     "\"['\\n\\n', '<|endoftext|>']\"")
-    min_p: float = key(0.0, "with prompts: least share of the likeliest token's probability; 0 = any")
+    min_p: float = key(0.0, "with prompts: least share of the likeliest's probability; 0 = any")
     repetition_penalty: float = key(1.0, 'with prompts: above 1, repeated tokens are less likely')
     logprobs: int = key(-1, 'with prompts: log-probabilities, of the k most likely too; -1 = none')
     ignore_eos: bool = key(False, 'with prompts: go on after <|endoftext|>, which ends a text')
