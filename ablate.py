@@ -1,5 +1,4 @@
-"""Train a ladder of models, each one change from the one above, and report the loss and the cost
-of each.
+"""Train a ladder of models, each one change from the one above, and report loss and cost of each.
 
     python ablate.py config/ablate_smoke.py                    # two minutes, tiny models
     python ablate.py config/ablate_prices.py --dry_run=True    # list the runs
@@ -10,8 +9,7 @@ of each.
     python ablate.py --help
 
 Writes results/NAME: report.md, pictures, results.json, and runs.jsonl with a line for each row and
-seed. Finished runs are not repeated. To combine two machines' runs, join their
-runs.jsonl with `cat`.
+seed. Finished runs are not repeated. To combine two machines' runs, `cat` their runs.jsonl.
 On Ctrl-C, running training jobs save a checkpoint; the same command resumes them.
 How to write your own ladder: docs/ablations.md
 """

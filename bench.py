@@ -1,5 +1,4 @@
-"""Benchmark training steps (like nanoGPT's bench.py), decoding from the cache, prefill, serving and
-more.
+"""Benchmark training steps (like nanoGPT's bench.py), decoding from the cache, prefill, serving.
 
     python bench.py --real_data=False                   # GPT-2 124M's shape, one random batch
     python bench.py --real_data=False --profile=True    # trace for chrome://tracing or TensorBoard
@@ -24,18 +23,17 @@ more.
 train: forward, backward and AdamW update of one batch, without dropout. decode: time per output
 token (TPOT), greedy, from caches that hold `contexts` tokens, and bytes stored and read. prefill:
 time to first token (TTFT). serve: requests of different lengths, continuous batching against
-static. recompute: training steps by recomputation policy.
-kernels: only attention and the K/V write, on CUDA.
+static. recompute: training steps by policy. kernels: attention and the K/V write alone, on CUDA.
 Each is a module of lab/benchmarks/. Weights are random, in the settings' shape. Compared models are
-interleaved; ratios are medians over pairs of rounds. With --json=True the last line of output is
-a JSON document; `python -m lab.benchmarks.table` makes a page from saved documents.
+interleaved; ratios are medians over pairs of rounds. `python -m lab.benchmarks.table` makes a page
+from documents that were saved.
 """
 import importlib
 import json
 from dataclasses import dataclass
 
 import configurator
-from common.settings import Attention, Device, Json, KVDtype, Model, Seed, Weights, key
+from common.settings import Attention, Device, Inference, Json, Model, Seed, key
 from data.datasets import DATA_ROOT
 from lab.benchmarks.setting import check_against, check_target
 from lab.benchmarks.table import TABLES, show
@@ -44,45 +42,33 @@ from training.device import check_seed
 
 
 @dataclass(frozen=True)
-class Settings(KVDtype, Seed, Device, Attention, Weights, Json, Model):
-    mode: str = key(
-        'train', "what to time: 'train' (whole steps), 'decode' (tokens from a filled cache), "
-        "'prefill' (time to first token), 'serve' (continuous against static batching), "
-        "'recompute' (training steps by policy), 'kernels' (attention and K/V write, CUDA)",
-        ('train', 'decode', 'prefill', 'serve', 'recompute', 'kernels'))
+class Settings(Inference, Seed, Device, Attention, Json, Model):
+    mode: str = key('train', 'what to time, as described above',
+                    ('train', 'decode', 'prefill', 'serve', 'recompute', 'kernels'))
     against: str = key(
         '', "baseline, timed interleaved: 'vanilla' (GPT-2's KV cache, our code; decode, prefill, "
-        "recompute); in mode decode also 'vanilla_float32', 'float32_kv' (same model, float32 "
-        "cache); in train 'nanogpt'; in prefill 'untrimmed' (all tokens in all layers); in "
-        "prefill and serve 'vllm'",
+        "recompute), 'vanilla_float32', 'float32_kv' (same model; decode), 'nanogpt' (train), "
+        "'untrimmed' (all tokens in all layers; prefill), 'vllm' (prefill, serve)",
         ('', 'vanilla', 'vanilla_float32', 'float32_kv', 'untrimmed', 'nanogpt', 'vllm'))
     batch_sizes: str = key('1', "all modes but train: batch sizes, as '1,4,16'")
-    contexts: str = key(
-        '512', "all modes but train: tokens in the cache, as '1024,4096'; tokens of the prompt in "
-        'prefill and serve; of the sequence in recompute or with a budget')
+    contexts: str = key('512', "all modes but train: tokens in the cache, as '1024,4096'; of a "
+                        'prompt (prefill, serve), of a sequence (recompute, or with a budget)')
     steps: int = key(16, 'mode decode: tokens timed in a round')
-    repeats: int = key(
-        5, 'all modes but train and kernels: timed rounds, at least 5, after a warm-up')
-    prefill_chunk: int = key(
-        0, "mode prefill: tokens per chunk; 0 = one chunk (serve: the engine's)")
+    repeats: int = key(5, 'all modes but train, kernels: rounds after a warm-up, at least 5')
+    prefill_chunk: int = key(0, "mode prefill: tokens a chunk; 0 = all (serve: the engine's)")
     requests: int = key(64, 'mode serve: number of requests')
     message: int = key(20, 'prefill against vllm: tokens of the timed message')
-    output_lengths: str = key(
-        '16,256', 'mode serve: shortest and longest output (log-uniform)')
+    output_lengths: str = key('16,256', 'mode serve: shortest, longest output (log-uniform)')
     budget: str = key('', "mode decode: KV memory to fill, as '1GB'; replaces batch_sizes")
     policies: str = key('none,selective,mlp,block,sqrt', 'mode recompute: policies to compare')
     chunked_loss: bool = key(True, 'mode train (not against nanoGPT): loss in chunks')
     nanogpt: str = key('', 'with against=nanogpt: folder of a nanoGPT checkout')
     save: str = key('', 'also write the JSON document to this file')
     batch_size: int = key(12, 'mode train: sequences in a step')
-    real_data: bool = key(
-        True, 'mode train: windows of the data set; False = one fixed random batch')
-    dataset: str = key(
-        'openwebtext', 'folder under data/ of the tokens and vocabulary (50304 if absent)')
-    compile: bool = key(
-        True, 'torch.compile the model (mode train) or its MLPs (others, only if given)')
-    profile: bool = key(
-        False, 'mode train: write a profiler trace to bench_log/ instead of timing')
+    real_data: bool = key(True, 'mode train: use the data set; False = one fixed random batch')
+    dataset: str = key('openwebtext', 'folder under data/; if absent, the vocabulary is 50304')
+    compile: bool = key(True, 'torch.compile the model (train) or, if given, its MLPs (others)')
+    profile: bool = key(False, 'mode train: write a profiler trace to bench_log/, time nothing')
 
 
 def main(argv=None):

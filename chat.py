@@ -26,7 +26,7 @@ from statistics import fmean
 
 import configurator
 from common.errors import UserError
-from common.settings import KVDtype, Running, Sampling, Talking, key
+from common.settings import Running, Sampling, Talking, key
 from common.sizes import nice_bytes, parse_bytes
 from common.terminal import visible
 from engine.text.dialogue import Dialogue, Template, longest_context, speakers
@@ -36,12 +36,11 @@ from interop.load import load, with_newest_run
 
 
 @dataclass(frozen=True)
-class Settings(Talking, Sampling, KVDtype, Running):
+class Settings(Talking, Sampling, Running):
     history: str = key('', "file of the conversation; '' = chat.json in out_dir")
     max_new_tokens: int = key(300, 'longest reply, in tokens; at most half of max_seq_len')
-    max_seq_len: int = key(
-        0, 'tokens of conversation to keep, dropping the oldest turns; 0 = block_size, or up to '
-        '32 times that (at most 8,192) with RoPE and local layers')
+    max_seq_len: int = key(0, 'tokens to keep, without the oldest turns; 0 = block_size, or up to '
+                           '32 times that (at most 8,192) with RoPE and local layers')
     prefix_budget: str = key('256MB', 'host memory for the K/V of earlier turns')
 
 
@@ -68,9 +67,8 @@ class Chat:
         dialogue, s = self.dialogue, self.s
         room = self.engine.cache.max_seq_len - self.longest
         if dialogue.turns and len(dialogue.turns[-1].ids) > room // 2:
-            raise UserError(f'your turn is longer than half of the {room:,} tokens that the model '
-                            f'is given of a conversation ({self.longest:,} more are reserved for '
-                            'its reply)')
+            raise UserError(f'your turn is longer than half of the {room:,} tokens of conversation '
+                            f'that the model is given (its reply has {self.longest:,} more)')
         dialogue.untrim(room)  # e.g. if max_seq_len is larger than last time
         if len(dialogue.prompt(s.reply_as)) > room:
             # down to half, since a prompt with a new beginning has to be recomputed

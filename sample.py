@@ -28,7 +28,7 @@ from rich.progress import track
 
 import configurator
 from common.errors import UserError, at_least
-from common.settings import Json, KVDtype, Running, Sampling, Source, key
+from common.settings import Json, Running, Sampling, Source, key
 from common.sizes import nice_bytes, parse_bytes
 from common.terminal import visible
 from engine.requests.params import SamplingParams
@@ -52,30 +52,23 @@ RULE = '-' * 15  # printed after each sample, as in nanoGPT
 
 
 @dataclass(frozen=True)
-class Settings(Source, Sampling, KVDtype, Json, Running):
+class Settings(Source, Sampling, Json, Running):
     start: str = key('\n', "prompt, or 'FILE:path' of a text file that holds it")
     prompts: str = key('', 'file of prompts: one a line, or in a .jsonl file one JSON string or '
                        'object ({"prompt": "To be"}) a line; answers are JSON lines on stdout')
     num_samples: int = key(10, 'samples per prompt (with prompts: 1, if not given)')
-    parallel: int = key(
-        1, 'samples decoded in one batch (with prompts: up to 16, if not given)')
+    parallel: int = key(1, 'samples in one batch (with prompts: up to 16, if not given)')
     max_new_tokens: int = key(500, 'tokens to generate per sample')
     stop: str = key('', 'text, or a list of texts, that ends a sample (not printed): '
                     "\"['\\n\\n', '<|endoftext|>']\"")
-    min_p: float = key(
-        0.0, "with prompts: least probability relative to the most likely token's; 0 = any")
-    repetition_penalty: float = key(
-        1.0, 'with prompts: above 1, tokens that have occurred are less likely')
-    logprobs: int = key(
-        -1, 'with prompts: log-probability of tokens and the k most likely; -1 = none')
-    ignore_eos: bool = key(
-        False, 'with prompts: go on after <|endoftext|>, which else ends the text')
+    min_p: float = key(0.0, "with prompts: least share of the likeliest's probability; 0 = any")
+    repetition_penalty: float = key(1.0, 'with prompts: above 1, repeated tokens are less likely')
+    logprobs: int = key(-1, 'with prompts: log-probabilities, of the k most likely too; -1 = none')
+    ignore_eos: bool = key(False, 'with prompts: go on after <|endoftext|>, which ends a text')
     kv_budget: str = key('', "with prompts: KV memory, as '1GB'; '' = all rows at full length, "
                          "but at most half of the machine's memory")
-    prefix_budget: str = key(
-        '', "with prompts: host memory for shared prefixes, as '1GB'; '' = none")
-    watch: bool = key(
-        False, "draw the KV cache in the terminal while a sample of 'start' is written")
+    prefix_budget: str = key('', "with prompts: memory for shared prefixes, as '1GB'; '' = none")
+    watch: bool = key(False, "draw the KV cache while a sample of 'start' is written")
     watch_speed: float = key(100.0, 'with watch: tokens per second at most; 0 = no limit')
     report: bool = key(True, 'print the KV-cache report after the samples')
 
@@ -230,8 +223,7 @@ def machine(model) -> dict:
 
 
 def parse(argv):
-    """Return the settings. With `prompts`, the parser prints to stderr, since stdout is only for
-    answers."""
+    """Return the settings. With `prompts`, the parser prints to stderr: stdout is for answers."""
     echoed, s = io.StringIO(), None
     try:
         with contextlib.redirect_stdout(echoed):
@@ -251,8 +243,7 @@ def parse(argv):
         raise UserError(f'watch=True draws one sample at a time, and prompts={s.prompts!r} are '
                         'many: leave one of them out')
     if s.prompts and 'start' in s.given:
-        raise UserError(f'start={s.start!r} and prompts={s.prompts!r} are both given: leave one of '
-                        'them out')
+        raise UserError(f'start={s.start!r} and prompts={s.prompts!r} are both there: drop one')
     return s
 
 

@@ -20,7 +20,8 @@ from pathlib import Path
 
 import configurator
 from common.errors import UserError, at_least
-from common.settings import KVDtype, Running, Talking, key
+from common.files import read_text
+from common.settings import Running, Talking, key
 from common.sizes import parse_bytes
 from engine.steps.captured import CapturedDecode
 from engine.text.dialogue import Template, longest_context, speakers
@@ -36,38 +37,30 @@ LOOPBACK = ('127.0.0.1', '::1', 'localhost')
 
 
 @dataclass(frozen=True)
-class Settings(Talking, KVDtype, Running):
-    host: str = key(
-        '127.0.0.1', "address to listen on; '127.0.0.1' = this machine, '0.0.0.0' = any")
+class Settings(Talking, Running):
+    host: str = key('127.0.0.1', "where to listen: '127.0.0.1' = this machine, '0.0.0.0' = any")
     port: int = key(8000, 'port to listen on; 0 = a free one, which is printed')
-    api_key_file: str = key(
-        '', "file of API keys, one a line; '' = NANOKV_API_KEY, else none needed")
+    api_key_file: str = key('', "file of API keys, one a line; '' = NANOKV_API_KEY, if set")
     cors: str = key('', "origin whose web pages may use the server, as 'http://localhost:3000'; "
                     "'*' = any; '' = none but its own")
-    model_name: str = key(
-        '', "name of the model in the API; '' = the name of the folder out_dir")
-    strict_messages: bool = key(
-        False, 'reject messages that contain the end of a turn (by default, a blank line); False '
-        '= remove their blank lines')
+    model_name: str = key('', "name of the model in the API; '' = that of the folder out_dir")
+    strict_messages: bool = key(False, 'reject messages with the end of a turn in them (by default '
+                                'a blank line); False = remove their blank lines')
     max_new_tokens: int = key(256, 'longest answer, in tokens, unless the request sets it')
     parallel: int = key(16, 'requests that run at once')
-    max_seq_len: int = key(
-        0, 'longest prompt plus answer, in tokens; 0 = block_size, or up to 32 times that (at '
-        'most 8,192) with RoPE and local layers')
+    max_seq_len: int = key(0, 'longest prompt plus answer, in tokens; 0 = block_size, or up to 32 '
+                           'times that (at most 8,192) with RoPE and local layers')
     max_waiting: int = key(64, 'requests that may wait; further ones are rejected (429)')
     max_body: str = key('1MB', 'largest request body')
     timeout: float = key(300.0, 'seconds after which a request is cancelled (504)')
-    page: bool = key(
-        True, 'serve a page to chat at /, and what it shows of the KV cache at /nanokv/')
+    page: bool = key(True, 'serve a chat page at /, and the KV cache it shows at /nanokv/')
     log_requests: bool = key(True, 'print a line for each finished request')
     grace: float = key(10.0, 'seconds to finish running requests on Ctrl-C or SIGTERM')
     kv_budget: str = key('', "KV memory, as '1GB'; '' = all rows at full length, but at most half "
                          "of the machine's memory")
-    prefix_budget: str = key(
-        '256MB', "host memory for the prefix cache; '' = no prefix cache")
-    shared_prefix: bool = key(
-        False, "with API keys: requests of different keys reuse each other's prompts, and can "
-        'find out what these are')
+    prefix_budget: str = key('256MB', "host memory for the prefix cache; '' = no such cache")
+    shared_prefix: bool = key(False, "requests of different API keys reuse each other's prompts, "
+                              'and can find out what these are')
 
 
 def check(s):
@@ -85,11 +78,8 @@ def read_keys(path: str, environment) -> list[str]:
     """Return the accepted API keys, from a file or otherwise from NANOKV_API_KEY. UserError: if it
     is empty, which is more likely a mistake than intended."""
     if path:
-        try:
-            lines = Path(path).read_text(encoding='utf-8-sig').splitlines()
-            keys = [line.strip() for line in lines if line.strip()]
-        except (OSError, UnicodeDecodeError) as e:
-            raise UserError(f'api_key_file={path!r} cannot be read: {e}') from e
+        lines = read_text(path, f'api_key_file={path!r}').splitlines()
+        keys = [line.strip() for line in lines if line.strip()]
         if not keys:
             raise UserError(f'api_key_file={path!r} has no key in it')
         return keys

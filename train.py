@@ -13,7 +13,6 @@ Ctrl-C or SIGTERM saves a checkpoint after the current step and exits.
 """
 from common import startup  # noqa: F401  # isort: skip  (before torch is imported)
 import contextlib
-import math
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +26,7 @@ from common.folder_lock import only_writer
 from common.settings import GPT2_FOLDER, GPT2_TYPES, Attention, Device, Model, OutDir, key
 from data.datasets import DATA_ROOT
 from training.distributed import Ranks, resumed_after_restart
+from training.evaluate import bits_per_byte
 from training.log import Pace, RunLog, check_packages, open_trackers
 from training.memory import memory_line
 from training.optim import learning_rate_at, set_learning_rate
@@ -41,8 +41,7 @@ class Settings(OutDir, Model, Device, Attention):
     eval_iters: int = key(200, 'batches per split in one evaluation; always the same windows')
     eval_only: bool = key(False, 'evaluate once and stop')
     always_save_checkpoint: bool = key(True, 'save after every evaluation, not only improved ones')
-    checkpoint_interval: int = key(
-        0, 'also save every so many iterations; 0 = at evaluations only')
+    checkpoint_interval: int = key(0, 'also save every so many iterations; 0 = when evaluating')
     init_from: str = key(
         'scratch', "'scratch', 'resume' from out_dir, or GPT-2's weights to finetune",
         ('scratch', 'resume') + GPT2_TYPES, folder=GPT2_FOLDER, others=('random',))
@@ -54,17 +53,13 @@ class Settings(OutDir, Model, Device, Attention):
     tensorboard_log: bool = key(False, 'log to TensorBoard, in out_dir/tensorboard')
     # data
     dataset: str = key('openwebtext', 'folder under data/; prepared on first use if possible')
-    recall_task: str = key(
-        'distances=3,16,47', "with dataset='recall': distances of the answers, and other fields "
-        'of data/recall/tasks.py, such as n_tokens=32')
-    lookup_task: str = key(
-        'pairs=2,4,8,16', "with dataset='lookup': numbers of facts in a sequence, and other "
-        'fields of data/recall/tasks.py, such as gap=32')
-    gradient_accumulation_steps: int = key(
-        40, 'micro-batches per iteration, over all processes')
+    recall_task: str = key('distances=3,16,47', "with dataset='recall': distances of the answers "
+                           '(other fields: data/recall/tasks.py, such as n_tokens=32)')
+    lookup_task: str = key('pairs=2,4,8,16', "with dataset='lookup': numbers of facts in a "
+                           'sequence (other fields: data/recall/tasks.py, such as gap=32)')
+    gradient_accumulation_steps: int = key(40, 'micro-batches an iteration, of all processes')
     batch_size: int = key(12, 'sequences in a micro-batch')
-    data_seed: int = key(
-        -1, 'seed of the batch order; -1 = seed, after initialization, as in nanoGPT')
+    data_seed: int = key(-1, 'seed of the batch order; -1 = seed, after initialization')
     data_order: str = key(
         'random', "training windows: 'random' (with replacement, as in nanoGPT), 'sequential', "
         "'shuffled' (each once an epoch)", ('random', 'sequential', 'shuffled'))
@@ -72,38 +67,29 @@ class Settings(OutDir, Model, Device, Attention):
     # optimizer
     learning_rate: float = key(6e-4, 'peak learning rate')
     max_iters: int = key(600000, 'iterations to train')
-    optimizer: str = key('adamw', "'adamw', 'muon' (matrices of blocks; AdamW for the rest)",
-                         ('adamw', 'muon'))
+    optimizer: str = key('adamw', "'muon' = for matrices of blocks, else AdamW", ('adamw', 'muon'))
     muon_momentum: float = key(0.95, "with optimizer='muon': momentum")
     weight_decay: float = key(1e-1, 'weight decay, on matrices only')
     beta1: float = key(0.9, 'AdamW beta1')
     beta2: float = key(0.95, 'AdamW beta2')
     grad_clip: float = key(1.0, 'largest gradient norm; 0 = no clipping')
-    max_skipped: int = key(
-        20, 'stop after so many non-finite iterations in a row (each is skipped)')
+    max_skipped: int = key(20, 'stop after so many skipped (non-finite) iterations in a row')
     # learning rate
     decay_lr: bool = key(True, 'warm up and decay the learning rate')
-    lr_schedule: str = key(
-        'cosine', "'cosine', or 'wsd' (constant, then linear for cooldown_iters)",
-        ('cosine', 'wsd'))
-    cooldown_iters: int = key(
-        0, "with lr_schedule='wsd': decay iterations; 0 = lr_decay_iters / 5")
+    lr_schedule: str = key('cosine', "'wsd' = constant, linear cooldown", ('cosine', 'wsd'))
+    cooldown_iters: int = key(0, "with 'wsd': iterations of the decay; 0 = lr_decay_iters / 5")
     warmup_iters: int = key(2000, 'iterations of linear warm-up')
     lr_decay_iters: int = key(600000, 'iteration at which min_lr is reached')
     min_lr: float = key(6e-5, 'lowest learning rate')
     # memory and devices
-    recompute: str = key(
-        'none', "activations to recompute in the backward pass: 'none', 'selective', 'mlp', "
-        "'block', 'every:K' blocks, 'sqrt', 'offload' (to host memory instead)")
+    recompute: str = key('none', "activations to recompute: 'none', 'selective', 'mlp', 'block', "
+                         "'every:K' blocks, 'sqrt', 'offload' (to host memory instead)")
     checkpoint_blocks: bool = key(False, "the same as recompute='block'")
-    chunked_loss: bool = key(
-        True, 'compute large logits and their gradients in chunks, to save memory')
+    chunked_loss: bool = key(True, 'compute large logits and gradients in chunks, for memory')
     memory_report: bool = key(False, 'before training, report the memory it will take')
-    parallel: str = key(
-        'ddp', "under torchrun: 'ddp' (replicas), or 'fsdp' (FSDP2: sharded parameters, "
-        'gradients and optimizer state)', ('ddp', 'fsdp'))
-    backend: str = key('nccl', "torch.distributed backend: 'nccl' (CUDA) or 'gloo' (CPU)",
-                       ('nccl', 'gloo'))
+    parallel: str = key('ddp', "under torchrun: 'ddp' (replicas), or 'fsdp' (FSDP2: parameters, "
+                        'gradients and optimizer state in shards)', ('ddp', 'fsdp'))
+    backend: str = key('nccl', "torch.distributed's: 'nccl' (CUDA), 'gloo'", ('nccl', 'gloo'))
     tf32: bool = key(True, 'on CUDA: float32 matmuls in TF32, as in nanoGPT')
     compile: bool = key(True, 'torch.compile the model')
 
@@ -169,8 +155,7 @@ def train(run, log, stop):
     log.skipped(run.update.read())  # since the last logged iteration
     run.save(best=False, say=log.line)
     why = stop.name or 'another process was stopped'
-    log.line(f'{why}: saved iteration {run.iter_num} to {run.path}; '
-             'go on with --init_from=resume')
+    log.line(f'{why}: saved iteration {run.iter_num} to {run.path}; go on with --init_from=resume')
 
 
 def evaluate(run, log, stop, lr, mfu):
@@ -181,7 +166,7 @@ def evaluate(run, log, stop, lr, mfu):
         log.line(f'step {run.iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}')
         row = {'train/loss': train_loss, 'val/loss': val_loss, 'lr': lr, 'mfu': mfu * 100}
         if run.bytes_per_token:
-            bits = val_loss / math.log(2) / run.bytes_per_token
+            bits = bits_per_byte(val_loss, 1, run.bytes_per_token)
             log.line(f'that val loss is {bits:.3f} bits per byte of text')
         for tracker in log.trackers:
             tracker.evaluated(run.iter_num, row)

@@ -18,6 +18,8 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from common.errors import UserError
+
 # on Windows there are neither of these flags
 NO_LINK = getattr(os, 'O_NOFOLLOW', 0)
 NO_WAIT = getattr(os, 'O_NONBLOCK', 0)  # do not wait for the other end of a named pipe
@@ -52,6 +54,17 @@ def read_bytes(path: Path, limit: int = MAX_JSON_BYTES) -> bytes:
         if info.st_size > limit:
             raise OSError(errno.EFBIG, f'it is larger than {limit:,} bytes', str(path))
         return file.read(limit)
+
+
+def read_text(path: Path | str, name: str) -> str:
+    """Return the text of a UTF-8 file without a byte order mark, in which line ends become '\\n'.
+    UserError, which begins with `name`: if it cannot be read."""
+    try:
+        return Path(path).read_text(encoding='utf-8-sig')
+    except OSError as e:
+        raise UserError(f'{name} cannot be read: {e.strerror or e}') from e
+    except ValueError as e:  # or a null character in the path
+        raise UserError(f'{name} cannot be read, it is not UTF-8 text: {e}') from e
 
 
 def read_json(path: Path):

@@ -19,7 +19,7 @@ def _key(default, meaning, choices=(), tries=(), trained='', known=()):
     trained: whether a trained model may change it, because no weight depends on it: 'free', or
         'memory' if `interop.convert` may, too; 'pooled' = only `interop.convert` can; '' = nobody.
     known: programs that have learned what it means, of 'fast' (decode steps beside model.py's, and
-        attention of training in C++), 'export' and 'count' (of parameters, `kv.counts`); all
+        attention of training in C++), 'export' and 'count' (of parameters, `kv.weights`); all
         others refuse it where it is not the default.
     """
     if isinstance(default, bool):

@@ -1,7 +1,7 @@
 """Settings that several programs share. A program's own stand at the top of its script:
 
     @dataclass(frozen=True)
-    class Settings(Sampling, KVDtype, Device):
+    class Settings(Sampling, Device):
         max_new_tokens: int = key(500, 'tokens to generate per sample')
 
 `configurator.parse` reads them from config files and the command line, and makes `--help` of them.
@@ -70,8 +70,7 @@ class Json(Base):
 
 @dataclass(frozen=True)
 class Device(Base):
-    device: str = key('auto', "'cpu', 'cuda', 'cuda:1', 'mps', or 'auto' = CUDA, else MPS, else "
-                      'CPU')
+    device: str = key('auto', "'cpu', 'cuda', 'cuda:1', 'mps'; 'auto' = CUDA, else MPS, else CPU")
     dtype: str = key('auto', "compute dtype: 'auto' = bfloat16 (else float16) on CUDA, else "
                      "float32. In training on a CPU 'auto' uses C++ kernels, and bfloat16 if the "
                      'processor multiplies it', ('auto', 'float32', 'bfloat16', 'float16'))
@@ -80,14 +79,14 @@ class Device(Base):
 @dataclass(frozen=True)
 class Attention(Base):
     attention_backend: str = key(
-        'auto', "attention over whole sequences: 'sdpa' (torch), 'flex' (FlexAttention, CUDA), "
-        "'flash_attn' (the package), 'varlen' (torch's FlashAttention, CUDA), 'math' (slow "
-        "reference), 'auto' = the fastest available (docs/gpu.md)",
+        'auto', "attention over sequences: 'sdpa' (torch), 'flex' (FlexAttention, CUDA), 'varlen' "
+        "(torch's FlashAttention, CUDA), 'flash_attn' (its package), 'math' (slow), 'auto' = best",
         ('auto', 'sdpa', 'flex', 'flash_attn', 'varlen', 'math'))
 
 
 @dataclass(frozen=True)
-class Weights(Base):
+class Inference(Base):
+    kv_dtype: str = key('auto', "dtype of the KV cache; 'auto' = compute dtype", KV_DTYPES)
     weight_dtype: str = key('auto', "weight matrices: 'auto' = dtype, 'int8', 'int4' "
                             '(docs/decoding.md)', ('auto', 'int8', 'int4'))
     int4_group: int = key(32, "with weight_dtype='int4': columns that share a scale")
@@ -97,16 +96,9 @@ class Weights(Base):
 
 @dataclass(frozen=True)
 class Sampling(Base):
-    temperature: float = key(
-        0.8, 'divides the logits: below 1 safer, above 1 more varied, 0 = greedy')
+    temperature: float = key(0.8, 'divides the logits: below 1 safer, above 1 bolder, 0 = greedy')
     top_k: int = key(200, 'sample only from the k most likely tokens; 0 = all')
-    top_p: float = key(
-        1.0, 'sample only from the most likely tokens with this total probability; 1 = all')
-
-
-@dataclass(frozen=True)
-class KVDtype(Base):
-    kv_dtype: str = key('auto', "dtype of the KV cache; 'auto' = compute dtype", KV_DTYPES)
+    top_p: float = key(1.0, 'sample from the likeliest tokens of this total probability; 1 = all')
 
 
 MODEL = tuple(f.name for f in dataclasses.fields(GPTConfig) if f.name != 'vocab_size')
@@ -130,11 +122,10 @@ class Model(dataclasses.make_dataclass('Shape', _shape, bases=(Base,), frozen=Tr
 
 
 @dataclass(frozen=True)
-class Running(Device, Weights, Model):
+class Running(Device, Inference, Model):
     """Where a trained model runs, and its shape if there is no checkpoint."""
     compile: bool = key(False, 'torch.compile the MLPs')
-    dataset: str = key('shakespeare_works',
-                       'data set whose alphabet to use if no checkpoint names one')
+    dataset: str = key('shakespeare_works', 'whose alphabet to use if no checkpoint names one')
 
 
 @dataclass(frozen=True)
@@ -143,15 +134,11 @@ class Source(OutDir):
     init_from: str = key('resume', "'resume' (from out_dir), 'random' weights, or GPT-2's weights",
                          ('resume', 'random') + GPT2_TYPES, folder=GPT2_FOLDER,
                          others=('scratch',))
-    resume_from: str = key(
-        'ckpt.pt', "with init_from='resume': checkpoint in out_dir, as ckpt_best.pt")
+    resume_from: str = key('ckpt.pt', "with 'resume': checkpoint in out_dir, as ckpt_best.pt")
 
 
 @dataclass(frozen=True)
 class Talking(Source):
-    user: str = key('', "your name in conversations (role 'user'); '' = USER, or ROMEO in "
-                    'Shakespeare')
-    reply_as: str = key('', "the model's name (role 'assistant'); '' = MODEL, or JULIET in "
-                        'Shakespeare')
-    turn: str = key('{name}.\n{text}\n\n',
-                    'template of a turn; what follows {text} ends a reply')
+    user: str = key('', "your name (role 'user'); '' = USER, or ROMEO in Shakespeare")
+    reply_as: str = key('', "the model's (role 'assistant'); '' = MODEL, or JULIET in Shakespeare")
+    turn: str = key('{name}.\n{text}\n\n', 'form of a turn; what follows {text} ends a reply')

@@ -59,8 +59,7 @@ def gpt2_encoding() -> Any:
                 return pool.apply_async(tiktoken.get_encoding, ['gpt2']).get(WAIT)
         except Exception as error:  # noqa: BLE001  they have no common base
             why = type(error).__name__
-        print(f"tiktoken cannot get GPT-2's vocabulary ({why}); trying another source",
-              file=sys.stderr)
+        print(f"tiktoken cannot get GPT-2's vocabulary ({why}); trying pip", file=sys.stderr)
         ranks = _fetch(why)
     return encoding_of(ranks)
 
@@ -76,8 +75,7 @@ def encoding_of(ranks: bytes) -> Any:
 
 
 def encode_text(encoding: Any, text: str, special: Set[str] = frozenset()) -> np.ndarray:
-    """Return the ids of `valid_text(text)` as (n,) uint16. '<|endoftext|>' in it is plain text
-    unless in `special`.
+    """The ids of `valid_text(text)`, (n,) uint16. '<|endoftext|>' is text unless in `special`.
 
     tiktoken's regex engine panics on a run of about a million blanks, so runs longer than
     BLANK_RUN are encoded in pieces, which decode to the same text.
@@ -120,9 +118,8 @@ def _fetch(why: str) -> bytes:
 # -- learned from text -----------------------------------------------------------------------------
 
 def learn_bpe(texts: Iterable[str], vocab_size: int) -> dict:
-    """Learn at most `vocab_size` tokens, 257 to 65,536 (else UserError), from `texts`, and return
-    the contents of meta.pkl. Words are split at the ends of the texts, and after LONGEST_WORD
-    characters, with a note."""
+    """Learn at most `vocab_size` tokens, 257 to 65,536 (else UserError), and return the contents of
+    meta.pkl. Words end with their text, and with a note after LONGEST_WORD characters."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     if not FEWEST <= vocab_size <= MOST:

@@ -1,5 +1,4 @@
 """Find a dataset folder by its name, running its prepare.py first if necessary."""
-
 import difflib
 import importlib.util
 import os

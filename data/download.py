@@ -2,7 +2,6 @@
 
 A download is only used if its sha256 is correct. A failed one leaves no files behind.
 """
-
 import contextlib
 import hashlib
 import http.client

@@ -64,8 +64,7 @@ class EpochOrder:
 
 @functools.lru_cache(maxsize=1)
 def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
-    """(n,) int64, the order of n windows in an epoch: 80 MB for 10 billion tokens in windows of
-    1,024."""
+    """(n,) int64, the order of n windows in an epoch: 80 MB for 10 million windows."""
     return np.random.default_rng((seed % 2 ** 64, epoch)).permutation(n)
 
 

@@ -68,8 +68,7 @@ def check_archive(path: Path) -> tuple[list[bytes], dict[str, int]]:
 
 
 def check_sums(path: Path) -> None:
-    """Raise ValueError if an entry of a file of torch.save differs from its CRC-32, which torch
-    writes but does not compare."""
+    """Raise ValueError if an entry differs from its CRC-32, which torch does not compare."""
     with _opened(path) as archive:
         if name := archive.testzip():
             raise ValueError(f'{name} in it is not what was written (its CRC-32 differs)')

@@ -1,13 +1,11 @@
 """Read nanoGPT's token files: train.bin and val.bin (raw little-endian ids, no header), meta.pkl.
 
 Ids are uint16, or uint32 if specified in meta.pkl (dtype: 'uint32'), for vocabularies of more than
-65,536. A big train split may be in shards train_00000.bin, train_00001.bin, ... instead of
-train.bin.
+65,536. A big train split may be in shards train_00000.bin, train_00001.bin, ... instead.
 
 meta.pkl is dict(vocab_size: int, itos: dict[int, str], stoi: dict[str, int]); a GPT-2 BPE dataset
 has none.
 """
-
 import contextlib
 import io
 import itertools
@@ -177,8 +175,7 @@ def meta_problem(meta: Any) -> str:
         return f'dtype is {shown(dtype)}; allowed are {", ".join(DTYPES)}'
     max_id = min(np.iinfo(DTYPES[dtype]).max, MAX_META_VOCAB - 1)
     if type(vocab_size) is not int or not 0 < vocab_size <= max_id + 1:
-        return (f'vocab_size is {shown(vocab_size)}; allowed is an int from 1 to {max_id + 1} '
-                f'({dtype} ids)')
+        return f'vocab_size is {shown(vocab_size)}; allowed is an int from 1 to {max_id + 1}'
     if 'stoi' not in meta and 'itos' not in meta and meta.get('tokenizer') != 'bpe':
         return ''  # nanoGPT's train.py needs only vocab_size
     stoi, itos = meta.get('stoi'), meta.get('itos')

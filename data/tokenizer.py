@@ -1,5 +1,4 @@
 """Text to token ids and back: characters or a learned BPE (see meta.pkl), or GPT-2's BPE."""
-
 import codecs
 import functools
 from collections.abc import Iterable

@@ -24,6 +24,7 @@ from common.errors import UserError
 from common.gpt_config import GPTConfig, fields_with, model_args
 from common.settings import COMMAND_LINE, Model
 from kv.plan import plan_kv
+from kv.weights import c_attn_rows
 from model import GPT
 from training.adapt import check_forms, check_patterns, keep_trained
 from training.checkpoint import config_of, load_checkpoint, load_weights
@@ -39,15 +40,14 @@ def convert_weights(weights: dict, old: GPTConfig, new: GPTConfig) -> dict:
     only in the settings in MEMORY. UserError: if `check_conversion` raises it."""
     check_conversion(old, new)
     before, after = plan_kv(old), plan_kv(new)
-    q_rows, out = before.n_head * before.head_dim, dict(weights)
+    out = dict(weights)
     for was, now in zip(before.layers, after.layers):
         slot, n_kv_head = before.slots[was.slot], after.slots[now.slot].n_kv_head
-        own = [slot.n_kv_head * slot.head_dim] * (2 - slot.tied)
         groups = n_kv_head, slot.n_kv_head // n_kv_head, -1
         prefix = f'transformer.h.{now.index}.attn.'
         for name in (prefix + 'c_attn.weight', prefix + 'c_attn.bias'):
             if name in weights and was.owns:
-                q, *kv = weights[name].split([q_rows, *own])
+                q, *kv = weights[name].split(c_attn_rows(before, was))
                 # (heads * D, ...) -> (new heads * D, ...): the mean over each group of heads
                 pooled = [x.unflatten(0, groups).mean(1).flatten(0, 1) for x in kv if now.owns]
                 out[name] = torch.cat([q, *pooled])
@@ -96,8 +96,7 @@ def convert_checkpoint(source: Path, changes: dict) -> dict:
 
 
 def new_checkpoint(model: GPT, config: GPTConfig, settings: dict, **more) -> dict:
-    """Return a checkpoint at iteration 0, without optimizer state. settings: of train.py, those
-    that are not the default."""
+    """A checkpoint at iteration 0 without optimizer state. settings: train.py's, but defaults."""
     return {'model': model.state_dict(), 'optimizer': {'state': {}, 'param_groups': []},
             'model_args': model_args(config), 'iter_num': 0, 'best_val_loss': torch.tensor(1e9),
             'holds_best': False, 'config': settings, **more}

@@ -15,13 +15,13 @@ import itertools
 import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 
 import configurator
 from common.errors import UserError, at_least
+from common.files import read_text
 from common.settings import KV_DTYPES, Json, Running, Source, key
 from data.progress import tracked
 from interop.load import load, with_newest_run
@@ -32,11 +32,9 @@ from training.evaluate import bits_per_byte, forward, through_cache
 class Settings(Source, Json, Running):
     text: str = key('', 'text file to evaluate')
     context: int = key(0, 'most tokens of context for a prediction; 0 = block_size')
-    stride: int = key(
-        0, 'tokens between windows: smaller = more context, slower; 0 = context / 2')
+    stride: int = key(0, 'tokens between windows: few = much context, slow; 0 = context / 2')
     batch_size: int = key(8, 'windows in a batch')
-    kv_dtype: str = key('', "'' = forward passes without a cache; else the dtype of a KV cache",
-                        ('', *KV_DTYPES))
+    kv_dtype: str = key('', "'' = no cache; else the dtype of a KV cache", ('', *KV_DTYPES))
 
 
 def windows_of(n: int, context: int, stride: int) -> list[tuple[int, int, int]]:
@@ -53,16 +51,13 @@ def windows_of(n: int, context: int, stride: int) -> list[tuple[int, int, int]]:
 @torch.inference_mode()
 def total_nats(logits_of, ids: torch.Tensor, context: int, stride: int, batch_size: int) -> float:
     """The sum of cross-entropies over all predictions of ids (n,), on the model's device."""
-    batches, total = [], 0.0
-    windows = windows_of(len(ids), context, stride)
+    total, windows = 0.0, tracked(windows_of(len(ids), context, stride), 'evaluating')
     for (_, scored), same_shape in itertools.groupby(windows, lambda w: (w[1] - w[0], w[2])):
         while batch := list(itertools.islice(same_shape, batch_size)):
-            batches.append((batch, scored))
-    for batch, scored in tracked(batches, 'evaluating'):
-        rows = torch.stack([ids[begin:end + 1] for begin, end, _ in batch])
-        logits, targets = logits_of(rows[:, :-1])[:, -scored:], rows[:, -scored:]
-        for row, y in zip(logits, targets):  # a row at a time: float64 logits are large
-            total += F.cross_entropy(row.double(), y, reduction='sum').item()
+            rows = torch.stack([ids[begin:end + 1] for begin, end, _ in batch])
+            logits, targets = logits_of(rows[:, :-1])[:, -scored:], rows[:, -scored:]
+            for row, y in zip(logits, targets):  # a row at a time: float64 logits are large
+                total += F.cross_entropy(row.double(), y, reduction='sum').item()
     return total
 
 
@@ -86,10 +81,7 @@ def evaluate(s) -> dict:
     at_least(s, context=0, stride=0, batch_size=1)
     if not s.text:
         raise UserError('give the text to evaluate on: --text=FILE')
-    try:
-        text = Path(s.text).read_text(encoding='utf-8-sig')  # line ends become \n, as in data sets
-    except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f'text={s.text!r} cannot be read as UTF-8 text: {e}') from e
+    text = read_text(s.text, f'text={s.text!r}')
     s = with_newest_run(s)
     model, tokenizer, _ = load(s)
     block_size = model.config.block_size
@@ -98,8 +90,7 @@ def evaluate(s) -> dict:
         raise UserError(f'context={context}: the model has learned {block_size} positions')
     stride = s.stride or max(1, context // 2)
     if stride > context:
-        raise UserError(f'stride={stride} is more than context={context}: some tokens would be in '
-                        'no window')
+        raise UserError(f'stride={stride} is more than context={context}: it would skip tokens')
     ids, n_bytes = encode(s.text, text, tokenizer)
     logits_of, kv_dtype = forward(model), ''
     if s.kv_dtype:

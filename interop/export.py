@@ -10,6 +10,7 @@ trust_remote_code runs: read them. A vanilla model becomes a plain GPT2LMHeadMod
 such files.
 """
 from common import startup  # noqa: F401  # isort: skip  (before torch is imported)
+import dataclasses
 import shutil
 import sys
 import tempfile
@@ -22,9 +23,11 @@ from common.gpt_config import NANOGPT_FIELDS, GPTConfig, model_args, unknown_fie
 from configurator import run_program
 from data.datasets import DATA_ROOT
 from data.making.script import Arguments
-from interop.huggingface import GELUS, TRANSPOSED, derived_keys
+from interop.huggingface import GELUS, derived_keys
 from interop.load import tokenizer_of
 from interop.tokenizer_files import save_tokenizer
+from kv.plan import plan_kv
+from kv.weights import TRANSPOSED, shapes
 from training.checkpoint_manager import checkpoint_in, load_to_resume
 from training.load_model import model_of
 
@@ -50,13 +53,10 @@ def as_gpt2(weights: dict, config: GPTConfig) -> tuple[dict, dict]:
     keys |= {'n_positions': config.block_size, 'n_inner': config.mlp_hidden or None,
              'layer_norm_epsilon': 1e-5, 'activation_function': activation}
     keys |= dict.fromkeys(('resid_pdrop', 'embd_pdrop', 'attn_pdrop'), config.dropout)
-    out = {}
-    for name, x in weights.items():
-        out[name] = x.t().contiguous() if name.endswith(TRANSPOSED) else x
-        module, _, kind = name.rpartition('.')
-        if kind == 'weight' and ('.h.' in name or '.ln_f.' in name):
-            out[f'{module}.bias'] = weights.get(f'{module}.bias', x.new_zeros(x.size(0)))
-    return keys, out
+    with_biases = shapes(dataclasses.replace(config, bias=True), plan_kv(config))
+    out = {name: torch.zeros(shape) for name, shape in with_biases.items()} | weights
+    return keys, {name: x.t().contiguous() if name.endswith(TRANSPOSED) else x
+                  for name, x in out.items()}
 
 
 def hf_model(model, dtype: torch.dtype = torch.float32, end: int | None = None,
@@ -64,8 +64,7 @@ def hf_model(model, dtype: torch.dtype = torch.float32, end: int | None = None,
     """Return the model as a transformers class or as NanoKVForCausalLM.
 
     end: the token that ends a text. source: recorded in config.json as `nanokv_source`.
-    UserError: if transformers is missing, a field of the config is not supported, or the model has
-        windows of one token."""
+    UserError: if transformers is missing, or does not support a field or a window of one token."""
     try:
         import transformers
 
@@ -78,8 +77,7 @@ def hf_model(model, dtype: torch.dtype = torch.float32, end: int | None = None,
     if unknown := unknown_field(config, 'export'):
         raise UserError(f'{unknown} is not supported by interop.export')
     if any(layer.window == 1 for layer in model.plan.layers):
-        raise UserError('window_size=1 cannot be exported: the caches of transformers need 2 or '
-                        'more')
+        raise UserError('window_size=1 cannot be exported: transformers needs 2 or more')
     notes = {'nanokv': model_args(config), 'nanokv_source': source or {}, 'dtype': dtype,
              'bos_token_id': end, 'eos_token_id': end}
     if is_gpt2(config):

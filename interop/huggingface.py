@@ -16,11 +16,11 @@ from common.gpt_config import GPTConfig
 from common.settings import GPT2_FOLDER, GPT2_TYPES
 from data.download import from_hub
 from kv.plan import LOCAL, plan_kv
+from kv.weights import EMBEDDING, HEAD, MASKS, TRANSPOSED
 from model import GPT
-from training.checkpoint import EMBEDDING, HEAD, MASKS, check_dtype, config_of, load_weights
+from training.checkpoint import check_dtype, config_of, load_weights
 from training.load_model import check_weights
 
-TRANSPOSED = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight')
 GELUS = {'gelu_new': 'tanh', 'gelu_pytorch_tanh': 'tanh', 'gelu': 'exact'}
 # Defaults of transformers' GPT2Config: sizes, and options that have only one value in our model
 SIZES = {'n_layer': 12, 'n_head': 12, 'n_embd': 768, 'n_positions': 1024, 'vocab_size': 50257}
@@ -50,9 +50,8 @@ def from_pretrained(source: str, override_args: dict | None = None) -> GPT:
     source: 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder with config.json and
         *.safetensors, all of which are read. A folder named gpt2 is './gpt2'.
     override_args: only 'dropout' is allowed.
-    Raises:
-        UserError (a ValueError): if the source does not exist, the hub is unreachable, a package is
-            missing, files are damaged, options unsupported, or tensors missing or unexpected.
+    UserError (a ValueError): if the source does not exist, the hub is unreachable, a package is
+    missing, files are damaged, options unsupported, or tensors missing or unexpected.
     """
     overrides = dict(override_args or {})
     if overrides.keys() - {'dropout'}:

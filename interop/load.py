@@ -1,6 +1,5 @@
 """Load a model to run it, from a checkpoint of train.py, GPT-2's weights or an exported folder, or
-with random weights, together with its tokenizer. Used by sample.py, chat.py, serve.py and
-`interop.evaluate`."""
+with random weights, together with its tokenizer."""
 import difflib
 from dataclasses import replace
 from pathlib import Path
@@ -71,8 +70,7 @@ def read_model(s):
 
 
 def with_newest_run(s):
-    """The settings, but with the newest run here as out_dir, if none was given and the default has
-    no checkpoint."""
+    """The settings, with the newest run as out_dir if none was given and the default has none."""
     there = Path(s.out_dir, s.resume_from).exists()
     if s.init_from != 'resume' or 'out_dir' in s.given or there:
         return s

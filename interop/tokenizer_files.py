@@ -98,8 +98,7 @@ def byte_pairs(encoding):
 
 
 def merge_of(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
-    """Return the two tokens that merge into `token`: its bytes after all earlier merges.
-    UserError: if no merge produces it."""
+    """The two tokens that merge into `token`, after earlier merges. UserError: if none do."""
     parts, own = [token[i:i + 1] for i in range(len(token))], ranks[token]
     while len(parts) > 2:
         pairs = [a + b for a, b in zip(parts, parts[1:])]

@@ -19,13 +19,13 @@ from pathlib import Path
 
 import configurator
 from common.errors import UserError, at_least
-from common.gpt_config import GPTConfig
+from common.gpt_config import GPTConfig, unknown_field
 from common.settings import MODEL, STORED_DTYPES, Json, Model, key
 from common.sizes import nice_bytes, parse_bytes
 from data.datasets import DATA_ROOT
 from data.recall.tasks import task_of
 from data.tokenfiles import is_prepared, read_meta
-from kv.counts import note_uncounted, parameters, prefill_flops
+from kv.counts import parameters, prefill_flops
 from kv.plan import plan_kv
 from kv.report import REPORTED_DTYPES, account
 from kv.svg import plan_svg
@@ -37,16 +37,12 @@ WEIGHT_BYTES = {'bfloat16': 2, 'float32': 4, 'int8': 1}
 
 @dataclass(frozen=True)
 class Settings(Json, Model):
-    max_seq_len: int = key(
-        0, 'sequence length to plan for; 0 = block_size (models of Hugging Face: 4,096)')
+    max_seq_len: int = key(0, 'sequence length; 0 = block_size (models of Hugging Face: 4,096)')
     batch: int = key(1, 'sequences in the cache')
-    kv_dtype: str = key('bfloat16', 'dtype of the slot table (the comparison has all)',
-                        STORED_DTYPES, others=('auto',))
+    kv_dtype: str = key('bfloat16', 'dtype of the slot table', STORED_DTYPES, others=('auto',))
     budget: str = key('', "KV memory, as '1GB' or '512MiB': also report how many sequences fit")
     svg: str = key('', 'also draw the plan of one sequence, to this .svg file')
-    like: str = key(
-        '', "models of Hugging Face: 'nanokv' = also their shape with nanoKV's plan",
-        ('', 'nanokv'))
+    like: str = key('', "models of Hugging Face: 'nanokv' = with its plan, too", ('', 'nanokv'))
     page_size: int = key(16, 'models of Hugging Face: positions in a page of vLLM (its block_size)')
     step_tokens: int = key(8192, "models of Hugging Face: vLLM's max_num_batched_tokens")
     # of a data set, only the vocabulary counts
@@ -87,7 +83,8 @@ def describe_plan(saved: list[str], s) -> dict:
     plan, T = plan_kv(config), s.max_seq_len or config.block_size
     at_least(s, max_seq_len=0, batch=1)
 
-    note_uncounted(config)
+    if unknown := unknown_field(config, 'count'):
+        print(f'Note: parameters of {unknown} are not counted: kv.weights does not know them')
     n = parameters(config, plan)
     sizes = {dtype: n * size for dtype, size in WEIGHT_BYTES.items()}
     flops, untrimmed = (prefill_flops(config, plan, T, trim=trim) / T for trim in (True, False))
@@ -156,8 +153,7 @@ def describe(where: str, s) -> dict:
 
 
 def is_config_of_others(arg: str) -> bool:
-    """Whether an argument is a config.json, a folder with one and without a checkpoint, or a name
-    on the hub."""
+    """Whether it is a config.json, a folder with one and without a checkpoint, or on the hub."""
     path = Path(arg)
     if path.is_dir():
         return (path / 'config.json').is_file() and not (path / 'ckpt.pt').exists()
@@ -167,10 +163,7 @@ def is_config_of_others(arg: str) -> bool:
 
 def saved_config(path: Path) -> GPTConfig:
     """The config in a checkpoint or a folder's ckpt.pt, without reading its weights. Needs torch.
-
-    Raises:
-        UserError: if there is no checkpoint, or it is damaged.
-    """
+    UserError: if there is no checkpoint, or it is damaged."""
     from training.checkpoint import config_of, load_checkpoint, read_file
     path = path / 'ckpt.pt' if path.is_dir() else path
     try:

@@ -1,39 +1,14 @@
 """Parameters of a model, and FLOPs of its prefill, counted from its plan. Torch is not needed."""
-from common.gpt_config import GPTConfig, unknown_field
+import math
+
+from common.gpt_config import GPTConfig
 from kv.plan import KVPlan, Layer
-
-
-def matrices(config: GPTConfig, plan: KVPlan, layer: Layer) -> list[tuple[int, int]]:
-    """(inputs, outputs) of a layer's matrices: c_attn (queries, and what an owner stores), c_proj
-    and the two of the MLP, which may have biases; with latents also k_up and v_up, without."""
-    C, M, read = config.n_embd, config.resolved_mlp_hidden, plan.n_head * plan.head_dim
-    slot = plan.slots[layer.slot]
-    n_tensors = 1 if slot.tied else 2
-    stored = n_tensors * slot.n_kv_head * slot.head_dim if layer.owns else 0
-    ups = [(slot.head_dim, read)] * 2 if slot.latent else []
-    return [(C, read + stored), (read, C), (C, M), (M, C), *ups]
+from kv.weights import HEAD, layer_shapes, shapes
 
 
 def parameters(config: GPTConfig, plan: KVPlan) -> int:
     """Number of parameters, including position embeddings; the output matrix is tied."""
-    C, bias = config.n_embd, int(config.bias)
-    total = config.vocab_size * C + (1 + bias) * C
-    if config.pos_embedding == 'learned':
-        total += config.block_size * C
-    for layer in plan.layers:
-        shapes = matrices(config, plan, layer)
-        total += sum(n * m for n, m in shapes) + bias * sum(m for _, m in shapes[:4])
-        total += 2 * (1 + bias) * C + plan.n_head * config.attn_sink
-        total += plan.n_head * (C + 1) * config.attn_gate
-        slot = plan.slots[layer.slot]
-        total += config.qk_norm * (plan.head_dim + slot.head_dim * layer.owns)
-    return total
-
-
-def note_uncounted(config: GPTConfig) -> None:
-    """Print a note if `parameters` does not know a setting."""
-    if unknown := unknown_field(config, 'count'):
-        print(f'Note: parameters of {unknown} are not counted: kv.counts does not know them')
+    return sum(math.prod(shape) for name, shape in shapes(config, plan).items() if name != HEAD)
 
 
 def attention_flops(plan: KVPlan, layer: Layer, tokens: int, before: int) -> int:
@@ -59,7 +34,8 @@ def prefill_flops(config: GPTConfig, plan: KVPlan, tokens: int, before: int = 0,
     for layer in plan.layers:
         projected = tokens if layer.index <= stop else 1
         whole = tokens if layer.index < stop else 1
-        first, *others = (n * m for n, m in matrices(config, plan, layer))
+        first, *others = (math.prod(shape) for shape in layer_shapes(config, plan, layer).values()
+                          if len(shape) == 2)
         total += 2 * (projected * first + whole * sum(others))
         total += attention_flops(plan, layer, whole, before + tokens - whole)
     return total

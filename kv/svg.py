@@ -73,8 +73,7 @@ def plan_svg(plan: KVPlan, max_seq_len: int, kv_dtype: str) -> str:
 
 
 def texts(plan: KVPlan, max_seq_len: int, kv_dtype: str) -> tuple[list[str], list[str], str]:
-    """The lines above the drawing, the words and bytes of each slot, of all slots and of vanilla
-    GPT-2, and the line below."""
+    """The lines above, words and bytes of each slot, all and vanilla GPT-2, the line below."""
     ours, vanilla = (p.nbytes(1, max_seq_len, kv_dtype) for p in (plan, plan.vanilla()))
     kinds = {slot.kind: f'{slot.kind[0].upper()}: {slot.kind}, sees '
              + (f'the last {plan.windows} tokens' if slot.window else 'all tokens')

@@ -55,9 +55,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 @dataclass(frozen=True)
 class Settings(Seed, Model):
     random: int = key(0, 'check so many random configs in place of one')
-    as_given: bool = key(
-        False, 'check the config itself, not a small one with the same form of plan')
-
+    as_given: bool = key(False, 'check the config itself, not a small one of the same form')
 
 
 class Refused(Exception):
@@ -65,8 +63,7 @@ class Refused(Exception):
 
 
 def reduced(config: GPTConfig) -> GPTConfig:
-    """The config of a small model whose plan has the same form: two periods and a layer, windows
-    in proportion."""
+    """A small config of the same form: two periods and a layer, windows in proportion."""
     windows = [n * LONGEST_WINDOW // max(LONGEST_WINDOW, *config.windows) for n in config.windows]
     windows = [max(n, was > 0) for n, was in zip(windows, config.windows)]
     texts = {'window_pattern': ','.join(map(str, windows))} if config.window_pattern else {}
@@ -178,8 +175,7 @@ def greedy(model, text: list[int], n: int) -> list[tuple[int, float]]:
 
 @torch.no_grad()
 def engine(config: GPTConfig) -> None:
-    """Greedy tokens of the engine and their log-probabilities, with prefix hits and resumed turns,
-    are those of the model."""
+    """Greedy tokens and log-probabilities, with prefix hits and resumed turns, are the model's."""
     model, n = random_model(config), 8
     longest = config.block_size - 2 * n
     if longest < 8:
@@ -285,8 +281,7 @@ def kernels(config: GPTConfig, seed: int = 0) -> None:
         if of_fast > 1e-3 + 4 * of_plain and not seed:
             return kernels(config, 1)  # rounding may have moved an activation across a kink
         assert of_fast <= 1e-3 + 4 * of_plain, (
-            f'{name}: gradients differ by {of_fast:.2g} of their norm, those of torch by '
-            f'{of_plain:.2g}')
+            f'{name}: gradients differ by {of_fast:.2g} of their norm, torch by {of_plain:.2g}')
 
 
 def cpp_pair(config: GPTConfig, kv_dtype='auto', **kinds):

@@ -29,8 +29,7 @@ class Table:
         return '\n'.join([line(self.columns), f"|{'|'.join(rules)}|", *map(line, self.rows)])
 
     def print(self, console) -> None:
-        """Print the title and table on a rich Console. If the table is too wide, text is wrapped
-        between words."""
+        """Print the title and table on a rich Console. Too wide a table wraps between words."""
         from rich.markup import escape
         from rich.text import Text
 

@@ -7,13 +7,13 @@ from common.errors import UserError
 from common.gpt_config import GPTConfig, fields_with, model_args
 from common.settings import COMMAND_LINE, MODEL
 from kv.plan import KVPlan, plan_kv
+from kv.weights import POSITIONS
 from training.checkpoint import restoring
 
 # nanoGPT always keeps the checkpoint's values of these, whatever a config file says
 NANOGPT_KEPT = ('n_layer', 'n_head', 'n_embd', 'bias')
 FREE, CONVERTED = fields_with('trained', 'free', 'memory'), fields_with('trained', 'pooled')
 POOLED = 'convert the checkpoint (python -m interop.convert pools its K/V projections) '
-WPE = 'transformer.wpe.weight'
 
 
 def wishes(s) -> dict:
@@ -115,9 +115,9 @@ def adapt(saved: dict, old: GPTConfig, new: GPTConfig, origin) -> None:
     if old.pos_embedding != 'learned' or same:
         return
     crop = None if new.pos_embedding == 'rope' else new.block_size
-    weight = saved['model'].pop(WPE, None)
+    weight = saved['model'].pop(POSITIONS, None)
     if crop and torch.is_tensor(weight):
-        saved['model'][WPE] = weight[:crop].clone()
+        saved['model'][POSITIONS] = weight[:crop].clone()
     if saved.get('optimizer'):
         with restoring(origin, 'optimizer'):
             _adapt_moments(saved['optimizer'], crop)

@@ -17,20 +17,18 @@ from common.files import replacing
 from common.gpt_config import GPTConfig
 from common.removed import COMMIT, removed
 from data.plain_pickle import check_archive, check_sums
+from kv.weights import EMBEDDING, HEAD, MASKS
 from training.checkpoint_pickle import PickleChecker
 
 REQUIRED = {'model': dict, 'model_args': dict, 'iter_num': int,
             'best_val_loss': (torch.Tensor, float, int), 'config': dict}
 OPTIONAL = {'launch': str, 'tokens': str, 'meta': (dict, type(None)), 'holds_best': bool,
             'skipped': int}
-HEAD, EMBEDDING = 'lm_head.weight', 'transformer.wte.weight'
 # what `PickleChecker` says of an object that is not read
 OBJECT = re.compile(r'GLOBAL (\S+) is not allowed')
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of weights
 # parts of names that torch.compile and DistributedDataParallel add
 WRAPPERS = {'_orig_mod', 'module'}
-# causal masks, which nanoGPT without flash attention and old versions of transformers also save
-MASKS = re.compile(r'(transformer\.)?h\.\d+\.attn\.(masked_)?bias')
 RUN = re.compile(r'[0-9a-f]{32}')  # a run's id; it becomes part of names
 
 

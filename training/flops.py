@@ -9,6 +9,7 @@ import re
 import torch
 
 from kv.counts import total_keys
+from kv.weights import POSITIONS
 
 A100_BF16_FLOPS = 312e12
 
@@ -44,7 +45,7 @@ def flops_per_token(model) -> tuple[float, float]:
     """
     plan, T = model.plan, model.config.block_size
     matrices = sum(p.numel() for name, p in model.named_parameters()  # lm_head is wte
-                   if p.dim() == 2 and name != 'transformer.wpe.weight')
+                   if p.dim() == 2 and name != POSITIONS)
     keys = sum(total_keys(layer, T) for layer in plan.layers) / T
     return 6 * matrices, 12 * plan.n_head * plan.head_dim * keys
 

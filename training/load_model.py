@@ -7,6 +7,7 @@ import torch
 
 from common.errors import UserError
 from common.gpt_config import GPTConfig
+from kv.weights import HEAD
 from model import GPT
 from training.checkpoint import config_of, load_weights, restoring
 
@@ -33,7 +34,7 @@ def check_weights(config: GPTConfig, checkpoint: dict, path: Path) -> None:
                                for name, x in weights.items()})
         shared = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
                   for x in weights.values() if x.device.type == 'cpu'}
-        own = sum(x.nbytes for name, x in weights.items() if name != 'lm_head.weight')
+        own = sum(x.nbytes for name, x in weights.items() if name != HEAD)
     if own > sum(shared.values()):
         raise UserError(f'checkpoint {path}: its weights share memory, or repeat their elements; '
                         'allowed are weights of their own, as torch.save writes them')

@@ -10,7 +10,6 @@ val.bin, without a copy of the raw text on disk. An interrupted preparation star
 document in 2,000 is for validation, by a hash of its text (5 million tokens of 10 billion). The
 order is the hub's.
 """
-
 import sys
 from pathlib import Path
 

@@ -1,5 +1,4 @@
 """The command lines of the prepare.py scripts and of others, whose errors are one line."""
-
 import argparse
 import re
 from collections.abc import Callable

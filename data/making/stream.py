@@ -3,7 +3,6 @@
 A hash of its text decides whether a document is held out for validation: every run makes the same
 choice without knowing the number of documents, and duplicates end up in the same split.
 """
-
 import hashlib
 import json
 import os
@@ -46,8 +45,7 @@ def arguments(doc: str, script: str) -> Arguments:
 
 def prepare(args: Any, path: str, **options: Any) -> None:
     """Make the dataset described by `args` (see arguments()) from the hub dataset `path`. options:
-    of datasets.load_dataset. Raises UserError as TokenWriter does, or if the documents are not
-    available."""
+    of datasets.load_dataset. UserError: as TokenWriter's, or if documents are not available."""
     if args.files:
         check_files(args.files)
         documents = file_documents(args.files)
@@ -97,8 +95,7 @@ def encode_batch(texts: list[str], encoding: Any, share: float) -> tuple[np.ndar
 
 def encoded(texts: Iterable[list[str]], encoding: Any, share: float,
             workers: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield encode_batch of each batch, in order, using `workers` threads and reading at most two
-    batches per thread ahead."""
+    """Yield encode_batch of each batch in order, with `workers` threads, each two batches ahead."""
     pending = deque()
     with ThreadPoolExecutor(workers) as pool:
         for batch in texts:

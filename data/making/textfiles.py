@@ -1,5 +1,4 @@
 """Make a dataset from text files: find and split them, and write their tokens."""
-
 import fnmatch
 import hashlib
 import os
@@ -9,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common.errors import UserError
+from common.files import read_text
 from data.bpe import learn_bpe
 from data.making.writer import TokenWriter
 from data.progress import tracked
@@ -19,17 +19,6 @@ MOST_SHOWN = 1000  # characters of an alphabet
 BLOCK = 1 << 20  # characters encoded, or learned from, at a time
 ENOUGH = 0.5  # fraction of val's share that entire files must reach
 FEWEST = 2  # characters per split: an input and its target
-
-
-def read_text(path: Path) -> str:
-    """Return the text of a UTF-8 file, in which line ends become '\\n' and a byte order mark is
-    dropped. UserError if the file cannot be read or is not UTF-8."""
-    try:
-        return path.read_text(encoding='utf-8-sig')
-    except UnicodeDecodeError as error:
-        raise UserError(f'{str(path)!r} is not UTF-8 text ({error.reason})') from None
-    except OSError as error:
-        raise UserError(f'cannot read {str(path)!r}: {error.strerror}') from None
 
 
 def check_name(name: str, root: Path, overwrite: bool) -> Path:
@@ -52,8 +41,7 @@ def check_name(name: str, root: Path, overwrite: bool) -> Path:
 
 def find_files(inputs: list[Path], pattern: str) -> list[Path]:
     """Return the given files, and those of given folders that match `pattern` and are not hidden,
-    in the order of their paths in it, each once. Raises UserError for a missing input, or if there
-    are no files."""
+    in the order of their paths in it, each once. UserError: if an input or all are missing."""
     found: dict[Path, Path] = {}
     for given in inputs:
         if os.path.isdir(given):
@@ -88,7 +76,7 @@ def read_texts(files: list[Path]) -> list[str]:
     paths, skipped = {}, []  # text -> its first file
     for path in tracked(files, 'reading'):
         try:
-            text = read_text(path)
+            text = read_text(path, repr(str(path)))
         except UserError as error:
             skipped.append(str(error))
             continue
@@ -131,8 +119,7 @@ def split(texts: list[str], share: float) -> dict[str, list[str]]:
     return splits
 
 
-def prepare(folder: Path, splits: dict[str, list[str]], name: str,
-            several: bool) -> dict[str, int]:
+def prepare(folder: Path, splits: dict[str, list[str]], name: str, several: bool) -> dict[str, int]:
     """Write the dataset, and return the number of tokens of each split. Prints nanoGPT's lines.
     name: the tokenizer's, see data/text/prepare.py. several: texts end with its token for that."""
     texts = [(split, text) for split, part in splits.items() for text in part]

@@ -4,7 +4,6 @@ Until then the older dataset stays. A preparation that was killed starts again: 
 what it left. Killed between two renames, it leaves a folder that counts as not prepared, since the
 file that marks a folder as prepared (train.bin or train_00000.bin) is removed first and added last.
 """
-
 import contextlib
 import os
 import pickle
@@ -83,8 +82,7 @@ class TokenWriter:
             stack.enter_context(one_at_a_time(self.folder))
             for path in [*self.folder.glob('*.bin'), self.folder / 'meta.pkl']:
                 if path.is_dir():
-                    raise UserError(f'{str(path)!r} is a folder, where a file of the dataset '
-                                    'belongs')
+                    raise UserError(f'{str(path)!r} is a folder, not a file of the dataset')
             if os.path.lexists(self._new):
                 shutil.rmtree(self._new)  # an error if it is a link
             self._new.mkdir()
@@ -109,8 +107,7 @@ class TokenWriter:
         """Complete the new dataset, and replace the older one by it."""
         for split in ('train', *self.tokens):
             if not self.tokens[split]:
-                raise UserError(f'no {split} tokens for {str(self.folder)!r}; allowed is at least '
-                                'one')
+                raise UserError(f'no {split} tokens for {str(self.folder)!r}: give at least one')
         for file in self._open.values():
             file.close()
         if self.meta is not None:

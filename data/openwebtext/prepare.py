@@ -9,7 +9,6 @@ val.bin, without a copy of the raw text on disk. An interrupted preparation star
 document in 2,000 is for validation, by a hash of its text: about as many as nanoGPT's (4.4 million
 tokens), but not the same ones. The order is the hub's.
 """
-
 import sys
 from pathlib import Path
 

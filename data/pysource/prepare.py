@@ -14,7 +14,6 @@ than 200 or more than 100,000 bytes (tables and generated code, mostly). Tabs, i
 comments stay. The tokens (default: 4,096) are learned from the training packages. Of all passages
 of six lines in the held-out packages, 0.3% also occur in the training packages.
 """
-
 import hashlib
 import io
 import re
@@ -72,8 +71,7 @@ def read_packages(folder: Path) -> dict[str, list[str]]:
 
 
 def read_wheel(wheel: bytes, seen: set[bytes]) -> list[str]:
-    """Return the documents of a wheel by path, but for those whose hash is in `seen`, to which
-    theirs are added."""
+    """Return the documents of a wheel by path, without those hashed in `seen`; add theirs."""
     documents = []
     with zipfile.ZipFile(io.BytesIO(wheel)) as archive:
         for entry in sorted(archive.infolist(), key=lambda entry: entry.filename):

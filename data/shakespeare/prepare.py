@@ -6,7 +6,6 @@
 The ids are nanoGPT's: train has 301,966 tokens and val 36,059. There is no meta.pkl, which means
 GPT-2's encoding.
 """
-
 import sys
 from pathlib import Path
 

@@ -5,7 +5,6 @@
 
 The same works are held out as in shakespeare_works; tokens are learned from the others.
 """
-
 import sys
 from pathlib import Path
 

@@ -6,7 +6,6 @@
 The ids are nanoGPT's: the characters in sorted order. Train has 1,003,854 tokens and val 111,540;
 the vocabulary is 65.
 """
-
 import os
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run from anywhere
 
 from common.errors import UserError
+from common.files import read_text
 from configurator import run_program
 from data.download import fetch
 from data.making import textfiles
@@ -39,7 +39,7 @@ def prepare(doc: str, script: str, argv: list[str] | None, tokenizer: str) -> No
     if not args.input and not os.path.isfile(path):
         fetch(URL, path, SHA256, 'give the file, or any other text: python '
               f'data/{Path(script).resolve().parent.name}/prepare.py --input=FILE')
-    text = textfiles.read_text(path)
+    text = read_text(path, repr(str(path)))
     if len(text) < 20:
         raise UserError(f'{str(path)!r} has {len(text)} characters; '
                         'allowed are at least 20, to train on and to validate')

@@ -19,7 +19,6 @@ Cleaning (the texts are pure ASCII, and their licence headers were removed by th
     lists of persons included.
 Acts III and IV of Cymbeline, and Venus and Adonis, are not in the package.
 """
-
 import io
 import re
 import sys

@@ -20,7 +20,6 @@ After each file, unless there is only one: the token <|endoftext|>; with char a 
 lacks one, and two empty lines.
 A dataset in data/NAME/ is only replaced with --overwrite.
 """
-
 import sys
 from pathlib import Path
 
@@ -48,8 +47,7 @@ def main(argv: list[str] | None = None) -> None:
                         help='share held out (default: 0.1)')
     parser.add_argument('--name', default='text',
                         help='the folder under data/ to write to (default: text)')
-    parser.add_argument('--overwrite', action='store_true',
-                        help='replace a dataset in data/NAME/')
+    parser.add_argument('--overwrite', action='store_true', help='replace a dataset in data/NAME/')
     args = parser.parse_args(argv)
     folder = check_name(args.name, DATA_ROOT, args.overwrite)
     texts = read_texts(find_files(args.input, args.glob))

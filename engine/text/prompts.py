@@ -2,9 +2,9 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from common.errors import UserError
+from common.files import read_text
 from engine.requests.params import encodable, shown
 
 
@@ -12,7 +12,7 @@ def read_start(start: str) -> tuple[str, str]:
     """Return (where, text): `start` itself, or the file of 'FILE:path'. `where` is for messages.
     Raises UserError if the file cannot be read as UTF-8."""
     where = f'start={start!r}' if len(start) <= 200 else f'start={start[:200]!r}...'
-    return where, _read(start[5:], where) if start.startswith('FILE:') else start
+    return where, read_text(start[5:], where) if start.startswith('FILE:') else start
 
 
 def encode_prompt(tokenizer, where: str, text: str) -> list[int]:
@@ -45,7 +45,7 @@ def read_lines(path: str) -> list[PromptLine]:
     other lines still run. Raises UserError if the file cannot be read as UTF-8 or has no prompts.
     """
     # not splitlines(): a prompt may contain U+2028 and the like
-    lines = enumerate(_read(path, f'prompts={path!r}').split('\n'), 1)
+    lines = enumerate(read_text(path, f'prompts={path!r}').split('\n'), 1)
     prompts = [_line(path, number, line) for number, line in lines if line.strip()]
     if not prompts:
         raise UserError(f'prompts={path!r}: the file has no prompts; write one a line')
@@ -68,15 +68,6 @@ def encode_lines(tokenizer, lines: list[PromptLine]) -> list[PromptLine]:
         except UserError as e:
             return replace(line, error=str(e))
     return [line if line.error else encoded(line) for line in lines]
-
-
-def _read(path: str, where: str) -> str:
-    try:
-        return Path(path).read_text(encoding='utf-8-sig')  # some editors write a byte order mark
-    except OSError as e:
-        raise UserError(f'{where}: cannot be read: {e.strerror or e}') from e
-    except ValueError as e:  # not UTF-8, or a null character in the path
-        raise UserError(f'{where}: cannot be read as UTF-8 text: {e}') from e
 
 
 def _prompt(line: str) -> str:

@@ -41,11 +41,11 @@ def weights_dtype(model) -> str:
     return str(model.dtype).removeprefix('torch.')
 
 
-def n_parameters(config) -> int:
+def n_parameters(config, positions: bool = True) -> int:
     """Number of parameters of a model of this config, before they are quantized. No memory is
-    allocated."""
+    allocated. positions: count position embeddings, too."""
     with torch.device('meta'):
-        return GPT(config).get_num_params(non_embedding=False)
+        return GPT(config).get_num_params(non_embedding=not positions)
 
 
 def weight_bytes(model) -> int:

@@ -1,6 +1,5 @@
 """A vLLM plugin for `vllm serve FOLDER`, where FOLDER was written by nanoKV's `interop.export`."""
 
-
 def register() -> None:
     """vLLM's entry point (vllm.general_plugins), called at least once in each process."""
     from transformers import AutoConfig

@@ -251,8 +251,7 @@ class NanoKVForCausalLM(nn.Module):
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Raises ValueError if a tensor is unknown or has the wrong shape (vLLM would load part of
-        it)."""
+        """Raises ValueError if a tensor is unknown or has the wrong shape."""
         def checked():
             for name, x in weights:
                 if name.startswith('lm_head.'):  # tied

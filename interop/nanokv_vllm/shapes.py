@@ -8,8 +8,7 @@ from .config import NanoKVConfig
 
 
 def shapes(config: NanoKVConfig) -> dict[str, tuple[int, ...]]:
-    """The shapes of the model's tensors, by their names in the folder. ValueError: if vLLM cannot
-    run the model."""
+    """{name in the folder: shape} of all tensors. ValueError: if vLLM cannot run the model."""
     if config.field('key_offset'):
         raise ValueError("config.json: nanokv.key_offset=True: vLLM's caches have no place for "
                          'the half of a key that the next token needs')

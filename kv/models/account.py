@@ -37,9 +37,7 @@ def account(config: dict, batch: int = 1, max_seq_len: int = 4096, kv_dtype: str
         fit         (with budget) {engine, 'needed', or 'needed, KV_DTYPE': sequences}
         like        (with like) bytes, smaller, window, head_dim
 
-    Raises:
-        UserError: if the config contradicts itself, or transformers cannot run it or is not
-            installed.
+    UserError: if the config contradicts itself, or transformers is missing or cannot run it.
     """
     for name, value in (('max_seq_len', max_seq_len), ('batch', batch), *vllm.items()):
         if value < 1:

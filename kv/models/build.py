@@ -87,8 +87,7 @@ def memory_of(given: dict) -> Memory:
     if config.is_encoder_decoder or getattr(config, 'cross_attention_layers', None):
         assumed.append('K and V of cross-attention are not counted: they depend on the length of '
                        'its input')
-    if unread := _unread(_prepared(text_of(given)), cls, type(config), type(model),
-                         type(cache)):
+    if unread := _unread(_prepared(text_of(given)), cls, *map(type, (config, model, cache))):
         assumed.append(f"{unread}: not read by transformers' {type(config).__name__}, and not "
                        'accounted for')
     widths = [store.parts[0].width for store in stores.values() if store.parts]

@@ -1,5 +1,4 @@
-"""What engines allocate for a model's memory, in bytes, by the rules of their sources. No torch
-here.
+"""What engines allocate for a model's memory in bytes, by their sources. No torch here.
 
     needed                 what the next token can attend to, and no more
     transformers, dynamic  DynamicCache(config): grows; windows keep W - 1 positions between steps
@@ -53,8 +52,7 @@ def needed(memory: Memory, batch: int, length: int, kv_dtype: str, dtype: str) -
 
 def transformers(memory: Memory, batch: int, length: int, dtype: str, kind: str) -> int:
     """Bytes of the tensors in a DynamicCache after `length` tokens ('dynamic'; its windows hold
-    W - 1 positions), or in a StaticCache of that length ('static'). Convolutions hold all columns
-    of their kernel."""
+    W - 1 positions), or in a StaticCache ('static'). Convolutions hold all of their kernel."""
     total = 0
     for store in memory.stores:
         held = store.positions(length) if store.trimmed else length
@@ -67,8 +65,7 @@ def transformers(memory: Memory, batch: int, length: int, dtype: str, kind: str)
 
 def vllm(memory: Memory, batch: int, length: int, kv_dtype: str, page_size: int = PAGE_SIZE,
          step_tokens: int = STEP_TOKENS) -> int | None:
-    """Bytes of the pages that vLLM sets aside for `batch` requests of `length` tokens, in a step of
-    `step_tokens`.
+    """Bytes of pages that vLLM sets aside for `batch` requests of `length` tokens in one step.
 
     A window takes its W - 1 positions and those of a step, and one page more, since it need not
     begin at a page's first position. Layers of one kind are divided into groups as large as the

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-import torch
-
 import configurator
 import train
 from common.errors import UserError, at_least
@@ -21,10 +19,10 @@ from common.settings import KV_DTYPES, Json, key
 from data.datasets import DATA_ROOT
 from data.recall.tasks import TASKS
 from data.tokenfiles import open_split
+from engine.weights.quantize import n_parameters
 from interop.convert import check_conversion
 from kv.plan import plan_kv
 from lab.benchmarks.setting import numbers
-from model import GPT
 from training.batches import open_meta
 from training.checkpoint import tokens_id
 
@@ -47,30 +45,24 @@ class Settings(Json, train.Settings):
     hidden: ClassVar[tuple] = ('given', 'seed', 'out_dir', 'init_from', 'resume_from', 'eval_only',
                                'backend', 'memory_report')
     name: str = key('', "name of the ladder; '' = that of its config file")
-    folder: str = key(
-        '', "folder of the results, with the trained models in runs/; '' = results/NAME")
+    folder: str = key('', "folder of results, with the models in runs/; '' = results/NAME")
     base: str = key('', 'training config of the first row')
     rows: dict = key({}, 'the ladder: name -> changes against the row above (keys of train.py, '
                      'kv_dtype, weight_dtype or at_inference)')
-    side_rows: dict = key(
-        {}, 'alternatives: name -> (name of the row they depart from, changes)')
-    baseline: str = key(
-        '', 'row to compare with, besides the first and previous: best at full memory')
+    side_rows: dict = key({}, 'alternatives: name -> (name of the row before, changes)')
+    baseline: str = key('', 'row to compare with, beside the first: best at full memory')
     seeds: str = key('1,2,3', 'training seeds of the rows')
     side_seeds: str = key('', "training seeds of the side rows; '' = seeds")
-    only: str = key(
-        '', "train only these rows, separated by commas; a leading '+' may be omitted")
+    only: str = key('', "train only these rows, as 'MQA,+ windows'; a leading '+' may be omitted")
     jobs: int = key(1, 'concurrent runs on each device')
     devices: str = key('', "where to train, as 'cuda:0,cuda:1'; '' = device")
     eval_windows: int = key(0, 'validation windows per model; 0 = all that do not overlap')
-    identifiers: bool = key(
-        False, 'the data are Python source: measure the loss of identifiers, by the distance to '
-        'their last use')
+    identifiers: bool = key(False, 'the data are Python source: measure the loss of identifiers, '
+                            'by the distance to their last use')
     contexts: str = key('256,1024,4096', 'tokens in the cache for KV bytes')
     pictures: bool = key(True, 'draw the plots of the report (needs matplotlib)')
     dry_run: bool = key(False, 'only print what would be trained')
-    report_only: bool = key(
-        False, 'make the report from existing results; train and measure nothing')
+    report_only: bool = key(False, 'make the report of existing results; train and measure nothing')
 
 
 @dataclass(frozen=True)
@@ -244,10 +236,10 @@ class Ladder:
     def _matching_mlp(self, row) -> int:
         """Return the MLP width, a multiple of 8, that comes closest to the first row's number of
         parameters (without position embeddings)."""
-        one, two = (parameters(self.trained_config(
-            dataclasses.replace(row, train=row.train | {'mlp_hidden': width})))
+        one, two = (n_parameters(self.trained_config(
+            dataclasses.replace(row, train=row.train | {'mlp_hidden': width})), False)
             for width in (8, 16))
-        target = parameters(self.trained_config(self.rows[self.first]))
+        target = n_parameters(self.trained_config(self.rows[self.first]), False)
         return 8 * max(1, round((target - one) / (two - one)) + 1)
 
     def _data_id(self, s) -> str:
@@ -270,12 +262,6 @@ class Ladder:
 
 def digest(what) -> str:
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def parameters(config: GPTConfig) -> int:
-    """Number of parameters without position embeddings. No memory is allocated."""
-    with torch.device('meta'):
-        return GPT(config).get_num_params()
 
 
 def read_ladder(argv: list[str], usage: str = '', echo: bool = True):

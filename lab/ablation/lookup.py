@@ -35,8 +35,7 @@ def lookup(model, kv_dtype: str, task, rows: int = ROWS) -> dict:
 
 @torch.inference_mode()
 def share_right(model, kv_dtype: str, task, n: int, rows: int, seed: int) -> float:
-    """The share of questions answered right. n: the number of facts (look-up) or the distance
-    (recall) of all sequences."""
+    """The share of right answers. n: the number of facts (look-up) or the distance (recall)."""
     rng = np.random.default_rng((seed, n))
     x, y, distance = (torch.from_numpy(a).to(model.device) for a in task.batch(rng, rows, n))
     logits_of = through_cache(model, kv_dtype, task.block_size // 2, 16)

@@ -92,8 +92,7 @@ def losses(model, row, windows, tokenizer) -> tuple[dict, torch.Tensor]:
 
 
 def effect_of_noise(model, plain, windows, batch: int) -> float:
-    """The largest change of a window's loss when gains change by NOISE. plain: the losses (n, T)
-    of the model without noise."""
+    """The largest change of a window's loss if gains change by NOISE. plain: (n, T), without it."""
     twin, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in (p for p in twin.parameters() if p.dim() == 1):

@@ -67,8 +67,7 @@ def lookup(axis, summary, color):
         axis.plot(nbytes, mean, 's' if row['side'] else 'o', markersize=6, color=color(row))
         points.append((row, nbytes, mean))
     axis.set_ylim(-5, 105)
-    over_bytes(axis, points, color, 'KV bytes, as allocated',
-               f'recalled of {int(most):,} facts, %')
+    over_bytes(axis, points, color, 'KV bytes, as allocated', f'recalled of {int(most):,} facts, %')
 
 
 def identifiers(axis, summary, color):

@@ -1,6 +1,4 @@
-"""Write the report of a summary: results.json, report.md and pictures. Print its tables on the
-terminal."""
-
+"""Write the report of a summary: results.json, report.md and pictures; print its tables."""
 from kv.console import output
 from lab.ablation import tables
 from lab.ablation.pictures import TITLES, write_all
@@ -63,8 +61,7 @@ def caveats(summary: dict) -> list[str]:
                      'significant at 5% for all rows together that have three seeds and are '
                      'compared with the same kind of row (Holm 1979).')
     if known:
-        lines.append('Intervals cover the variation between seeds, not the choice of validation '
-                     'text.')
+        lines.append('Intervals cover the variation between seeds, not the validation text.')
     return lines
 
 

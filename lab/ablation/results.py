@@ -27,8 +27,7 @@ def as_line(document: dict) -> str:
 
 
 class Results:
-    """A ladder's folder: runs.jsonl, the report made from it, and runs/ with the checkpoints (not
-    committed).
+    """A ladder's folder: runs.jsonl, the report made from it, and runs/ with the checkpoints.
 
     runs.jsonl has a line for each row and seed; the last line of a row and seed counts. The
     settings of a run are stored as their difference from the nearest line {"base": settings} above
@@ -91,8 +90,7 @@ class Results:
         return run if all(before.get(name, value) == value for name, value in now) else None
 
     def write(self, row, seed: int, run: dict) -> None:
-        """Append a run, with whole settings. It is a single write, so that lines of several
-        processes do not mix."""
+        """Append a run with whole settings, in one write: lines of several processes do not mix."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.path, 'ab', buffering=0, opener=regular_only) as file:
             file.write(as_line({'row': row.name, 'seed': seed, **run}).encode())
@@ -113,8 +111,7 @@ class Results:
         write_whole(self.path, ''.join(map(as_line, lines)))
 
     def other_core(self) -> str:
-        """Return a line on the results measured with another, or an unknown, version of the core;
-        '' if there are none."""
+        """A line on results measured with another or an unknown version of the core, or ''."""
         runs = [self.read(row, seed) for row in self.ladder.rows.values()
                 for seed in self.seeds(row)]
         cores = [run.get('core') for run in runs if run]

@@ -60,9 +60,8 @@ def summarize_row(ladder, results, row, measured: dict) -> dict:
 
 
 def kv_bytes(ladder, row) -> dict:
-    """KV bytes of one sequence at each length of `contexts` and at block_size, alongside those of
-    vanilla GPT-2 in the first row's shape. They are counted from an allocated cache and must equal
-    the plan's arithmetic."""
+    """KV bytes of one sequence at each length of `contexts` and at block_size, as allocated and as
+    planned, which must be equal; and those of vanilla GPT-2 in the first row's shape."""
     config = ladder.config(row)
     plan, T = plan_kv(config), config.block_size
     dtype = REFERENCE if row.kv_dtype == 'auto' else row.kv_dtype
@@ -187,8 +186,7 @@ def compare_recall(rows: list[dict], baseline: str) -> None:
 
 
 def local_reach(rows: list[dict]) -> int:
-    """Return the largest distance that the stacked local layers of any row can bridge; 0 without
-    local layers."""
+    """Return the largest distance that local layers of any row can bridge; 0 without any."""
     return max((row['recall']['local_reach'] for row in rows
                 if row.get('recall') and not row['side']), default=0)
 

@@ -75,8 +75,7 @@ def grids(summary: dict) -> list[Table]:
 
 
 def with_names(title: str, rows: list[dict], columns: dict, left=()) -> Table:
-    """A table whose first column names the rows. columns: heading -> function from a row to the
-    text of its cell."""
+    """A table whose first column names the rows. columns: heading -> function of a row -> text."""
     return Table.of(title, rows, {'row': label} | columns, left)
 
 
@@ -173,7 +172,6 @@ def identifiers(summary: dict, rows: list[dict]) -> Table:
     def kept(row):
         share = row['identifiers']['kept']
         return mean_sd(share, '.0f', scale=100) + ' %' if share else MISSING
-    heads = {key: key if key == 'new' else f'{key} to {2 * int(key) - 1}'
-             for key in first['count']}
+    heads = {key: key if key == 'new' else f'{key} to {2 * int(key) - 1}' for key in first['count']}
     columns = {f"{heads[key]}: {n:,}": nats(key) for key, n in first['count'].items()}
     return with_names(title, rows, columns | {'kept': kept})

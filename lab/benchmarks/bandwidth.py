@@ -1,11 +1,9 @@
-"""Bytes read by a decoding step, and the memory bandwidth of this machine, which they are compared
-with.
+"""Bytes read by a decoding step, and the memory bandwidth of this machine.
 
 A step of B sequences must read the K/V of min(n, window) tokens in every layer (shared slots once
 for each of their layers) and every parameter, except that embeddings that are not also the output
 layer only read the rows looked up. Activations and rotary tables are small and not counted.
 """
-
 import torch
 
 from common.errors import UserError

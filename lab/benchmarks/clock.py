@@ -51,7 +51,6 @@ def faster(sides: dict, base: str = 'ours') -> dict:
 
 
 def metrics(times, time_key: str, tokens: int, scale: int = 1000) -> dict:
-    """The times (seconds) under `time_key`, by default in milliseconds, and the rate for `tokens`
-    tokens per round."""
+    """The times (seconds) under `time_key`, in ms by default, and the rate for `tokens` a round."""
     return {time_key: summary(scale * x for x in times),
             'tokens_per_second': summary(tokens / x for x in times)}

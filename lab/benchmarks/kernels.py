@@ -145,8 +145,7 @@ def attempt(attend, device, q, stores, device_rates) -> dict:
 
 
 def decode_error(y, q, store) -> float:
-    """Largest difference from float64 attention over the same stored values, relative to its
-    largest value."""
+    """Largest difference from float64 attention to the same values, relative to the largest."""
     n = CHECKED_ROWS
     k, v = dequantized(torch.float64, *(x[:n] for x in store.tensors))
     rows = q[:n].double().reshape(k.size(0), k.size(1), -1, q.size(-1))

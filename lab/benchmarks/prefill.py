@@ -46,7 +46,6 @@ def run(s, data_root: Path) -> dict:
         times = clock.alternate(rounds, s.repeats, f'prompts of {context}, batch {batch}')
         sides = {name: {'batch': batch, **clock.metrics(seconds, 'ttft_ms', batch * context),
                         'kv_bytes': rounds[name].cache.nbytes} for name, seconds in times.items()}
-        cells.append({'context': context, 'sides': sides,
-                      'ratios': {'ttft': clock.faster(sides)}})
+        cells.append({'context': context, 'sides': sides, 'ratios': {'ttft': clock.faster(sides)}})
         del rounds  # so that only the caches of one cell are in memory
     return setting.facts(s, models) | {'prefill_chunk': s.prefill_chunk, 'cells': cells}

@@ -45,8 +45,7 @@ def run(s, data_root: Path) -> dict:
             found = measure(steps, [*names, WHOLE], s.repeats, title)
             cells.append({'model': name, 'context': context} | found)
             del steps  # and the state of its optimizer
-    return setting.facts(s, models) | {
-        'dtype': str(dtype).removeprefix('torch.'), 'cells': cells}
+    return setting.facts(s, models) | {'dtype': str(dtype).removeprefix('torch.'), 'cells': cells}
 
 
 def choose(steps: TrainingSteps, policy: str) -> TrainingSteps:

@@ -113,9 +113,8 @@ def measure(results: dict[str, list[Served]], tokens: int) -> dict:
 @torch.inference_mode()
 def same_texts(model, prompts, ours, theirs, name) -> dict:
     """Count the requests with equal tokens. Where two texts first differ, the top two logits must
-    be within TOLERANCE, so that rounding may decide between them. In bfloat16 and float16, and with
-    quantized weights, rounding is coarser, and texts are only counted. UserError: if texts differ
-    by more than rounding."""
+    be within TOLERANCE, so that rounding may decide between them; else UserError. In bfloat16 and
+    float16, and with quantized weights, rounding is coarser, and texts are only counted."""
     checked = (model.dtype in (torch.float32, torch.float64) and
                not any(isinstance(m, QuantizedLinear) for m in model.modules()))
     unequal = [n for n, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b]

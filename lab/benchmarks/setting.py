@@ -115,8 +115,7 @@ def make_cache(model, batch: int, max_seq_len: int, kv_dtype: str):
     memory = physical_memory()
     if model.device.type == 'cpu' and memory and planned > memory:
         raise UserError(f'a cache of {batch} x {max_seq_len} tokens takes {planned / 1e9:.1f} GB, '
-                        f'this machine has {memory / 1e9:.1f} GB: ask for fewer or shorter '
-                        'sequences')
+                        f'more than this machine has ({memory / 1e9:.1f} GB): ask for less')
     return model.new_cache(batch, max_seq_len, kv_dtype)
 
 

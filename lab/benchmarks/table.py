@@ -123,8 +123,7 @@ def rows_of(document: dict, source: str) -> list[dict]:
 
 
 def kind_of(document: dict) -> str:
-    """A document of a mode, or of a program, that earlier versions had is of a kind without tables.
-    """
+    """The kind of a document; a mode or program of earlier versions has no tables."""
     other = document.get('against', '') not in OURS
     return f"{document['mode']} against {document['against']}" if other else document['mode']
 

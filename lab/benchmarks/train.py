@@ -8,8 +8,10 @@ counts only the visible keys (`training/flops.py`), relative to a matmul alone. 
 the same dtype; on a CPU it may be faster in another (--dtype=float32).
 """
 import contextlib
+import importlib.util
 import io
 import statistics
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -17,9 +19,9 @@ import torch
 from torch.profiler import schedule, tensorboard_trace_handler
 
 from common.errors import UserError, at_least
+from common.gpt_config import NANOGPT_FIELDS, GPTConfig, model_args
 from data.tokenfiles import is_prepared
 from lab.benchmarks import clock
-from lab.benchmarks.nanogpt import check_vanilla, nanogpt
 from lab.benchmarks.setting import model_config, run_facts
 from model import GPT
 from training import native
@@ -48,8 +50,7 @@ class TrainingSteps:
         self.device = next(model.parameters()).device  # nanoGPT's model does not tell it
         self.forward = torch.compile(model) if compiled else model
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its size
-            self.optimizer = model.configure_optimizers(1e-2, 1e-4, (0.9, 0.95),
-                                                        self.device.type)
+            self.optimizer = model.configure_optimizers(1e-2, 1e-4, (0.9, 0.95), self.device.type)
         if next_batch is None:
             x, y = torch.randint(model.config.vocab_size, (2, batch, context), device=self.device)
             next_batch = lambda: (x, y)
@@ -111,6 +112,33 @@ def training_steps(s, data_root: Path, theirs: bool = False) -> TrainingSteps:
             prepare(model, s.block_size)
     return TrainingSteps(model, s.batch_size, s.block_size, dtype, next_batch=next_batch,
                          compiled=s.compile)
+
+
+def check_vanilla(config: GPTConfig) -> None:
+    """Raise UserError if nanoGPT does not support the model."""
+    wrong = [f'{name}={value!r}' for name, value in model_args(config).items()
+             if name not in NANOGPT_FIELDS]
+    if wrong:
+        raise UserError("against='nanogpt' runs both with the same weights, so the model must be "
+                        f"vanilla GPT-2, without {', '.join(wrong)}")
+
+
+def nanogpt(ours, folder: str):
+    """Return nanoGPT's own GPT, from the checkout in `folder`, with our weights, in eval mode.
+    UserError: if there is no checkout."""
+    path = Path(folder) / 'model.py'
+    if not folder or not path.is_file():
+        raise UserError(f"nanogpt={folder!r}: against='nanogpt' needs the folder of a nanoGPT "
+                        'checkout, with its model.py')
+    spec = importlib.util.spec_from_file_location('nanogpt_model', path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules['nanogpt_model'] = module  # needed by dataclasses
+    spec.loader.exec_module(module)
+    with contextlib.redirect_stdout(sys.stderr):  # it prints its size
+        fields = {name: getattr(ours.config, name) for name in NANOGPT_FIELDS}
+        model = module.GPT(module.GPTConfig(**fields))
+    model.load_state_dict(ours.state_dict(), strict=False)  # its own may contain causal masks
+    return model.eval()
 
 
 def matmul_rate(model, tokens: int, dtype: torch.dtype) -> float:

@@ -56,8 +56,7 @@ def run(s, data_root: Path) -> dict:
     further = max(lengths) if s.mode == 'serve' else s.message + 1
     shapes, config = setting.begin(s, data_root, prefill_chunk=0, message=1)
     if pick_device(s.device).type != 'cpu':
-        raise UserError(f"device={s.device!r}: against='vllm' both run on the CPU: give "
-                        '--device=cpu')
+        raise UserError(f"device={s.device!r}: against='vllm' needs --device=cpu")
     longest = max(shapes)[0] + further
     config.block_size = max(config.block_size, longest)  # vLLM's limit
     vllm, model = imported(), GPT(config).eval()

@@ -55,12 +55,8 @@ class Client:
 
     def ask(self, document: dict, answer: Answer) -> None:
         """POST a completion with stream=True, and fill the answer until the end of the reply.
-
-        Raises:
-            UserError: if there is no server.
-            Failed: for an error of the server, a stream that ends early, or if it all takes longer
-                than the timeout.
-        """
+        UserError: if there is no server. Failed: if the server has an error, ends the stream early
+        or takes longer than the timeout."""
         document = document | {'stream': True, 'stream_options': {'include_usage': True}}
         try:
             while not self._complete(json.dumps(document), answer):

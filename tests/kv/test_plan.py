@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.errors import UserError
 from common.gpt_config import GPTConfig
-from kv import counts
+from kv import counts, weights
 from kv.plan import KV_DTYPES, Slot, plan_kv
 from model import GPT
 from tests.helpers.mechanisms import CHANGES
@@ -211,7 +211,20 @@ def test_the_program_does_not_import_torch():
     assert done.stdout.rstrip().endswith('torch imported: False')
 
 
-# -- FLOPs by arithmetic match the model's ---------------------------------------------------------
+# -- weights and FLOPs by arithmetic match the model's ---------------------------------------------
+
+@pytest.mark.parametrize('name', ['nothing', *CHANGES])
+@pytest.mark.parametrize('bias', [False, True])
+def test_names_and_shapes_of_weights(name, bias):
+    config = GPTConfig(**SMALL_STACK | ({'nothing': {}} | CHANGES)[name] | {'bias': bias})
+    plan, model = plan_kv(config), GPT(config)
+    expected = {name: tuple(x.shape) for name, x in model.state_dict().items()}
+    assert weights.shapes(config, plan) == expected
+    assert counts.parameters(config, plan) == model.get_num_params(non_embedding=False)
+    for layer, block in zip(plan.layers, model.transformer.h):
+        heads = [rows // plan.head_dim for rows in weights.c_attn_rows(plan, layer)]
+        assert heads == block.attn.head_counts
+
 
 @pytest.mark.parametrize('tokens, before', [(20, 0), (20, 7), (1, 30)])
 @pytest.mark.parametrize('name', ['nothing', 'nothing shared', *CHANGES])

@@ -65,7 +65,7 @@ def test_download_is_checked_kept_and_not_repeated(load_prepare, tmp_path, monke
 
 
 @pytest.mark.parametrize('content, out, words', [
-    (None, 'out', "given.txt': No such file"), (b'', 'out', '0 characters'),
+    (None, 'out', "given.txt' cannot be read: No such file"), (b'', 'out', '0 characters'),
     (b'too short', 'out', '9 characters'), (b'\xff\xfe' * 20, 'out', 'not UTF-8'),
     *((TEXT.encode(), out, out) for out in (
         'given.txt/sub', '/proc/nanokv', 'x' * 300, 'link', 'folder'))])
