@@ -25,8 +25,8 @@ from data.making.script import Arguments
 from interop.huggingface import GELUS, TRANSPOSED, derived_keys
 from interop.load import tokenizer_of
 from interop.tokenizer_files import save_tokenizer
-from training.checkpoint_manager import checkpoint_in, load_to_resume
-from training.load_model import model_of
+from training.checkpoint.manager import checkpoint_in, load_to_resume
+from training.checkpoint.load_model import model_of
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 MODELING = {'configuration_nanokv.py': Path(__file__).parent / 'nanokv_vllm' / 'config.py',

@@ -17,8 +17,8 @@ from common.settings import GPT2_FOLDER, GPT2_TYPES
 from data.download import from_hub
 from kv.plan import LOCAL, plan_kv
 from model import GPT
-from training.checkpoint import EMBEDDING, HEAD, MASKS, check_dtype, config_of, load_weights
-from training.load_model import check_weights
+from training.checkpoint.file import EMBEDDING, HEAD, MASKS, check_dtype, config_of, load_weights
+from training.checkpoint.load_model import check_weights
 
 TRANSPOSED = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight')
 GELUS = {'gelu_new': 'tanh', 'gelu_pytorch_tanh': 'tanh', 'gelu': 'exact'}

@@ -171,7 +171,7 @@ def saved_config(path: Path) -> GPTConfig:
     Raises:
         UserError: if there is no checkpoint, or it is damaged.
     """
-    from training.checkpoint import config_of, load_checkpoint, read_file
+    from training.checkpoint.file import config_of, load_checkpoint, read_file
     path = path / 'ckpt.pt' if path.is_dir() else path
     try:
         return config_of(read_file(path, mmap=True), path)

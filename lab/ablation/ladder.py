@@ -25,8 +25,8 @@ from interop.convert import check_conversion
 from kv.plan import plan_kv
 from lab.benchmarks.setting import numbers
 from model import GPT
-from training.batches import open_meta
-from training.checkpoint import tokens_id
+from training.loop.batches import open_meta
+from training.checkpoint.file import tokens_id
 
 OWN = ('kv_dtype', 'weight_dtype', 'at_inference', 'seeds')  # a row's keys that train.py lacks
 # keys of train.py that do not change the weights

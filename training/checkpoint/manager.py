@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.errors import UserError
-from training import checkpoint as ckpt
-from training.checkpoint import link_or_copy
+from training.checkpoint import file as ckpt
+from training.checkpoint.file import link_or_copy
 
 
 class CheckpointManager:

@@ -10,9 +10,9 @@ import torch
 from common.errors import UserError
 
 
-def check(s, dtype: torch.dtype) -> None:
+def check(memory_report: bool, dtype: torch.dtype) -> None:
     """Raise UserError if a setting is incompatible with parallel='fsdp'."""
-    if s.memory_report:
+    if memory_report:
         raise UserError("memory_report=True does not go with parallel='fsdp'")
     if dtype == torch.float16:
         raise UserError("dtype='float16' needs loss scaling, which does not go with "

@@ -12,7 +12,7 @@ import math
 import torch
 
 from training.device import multiplies_bfloat16
-from training.fsdp import is_sharded, like, own_nbytes
+from training.parallel.fsdp import is_sharded, like, own_nbytes
 
 TOGETHER = 2 ** 21  # numbers in the matrices that Muon orthogonalizes together
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from common.errors import UserError
 from configurator import run_program
-from training.log import read_metrics
-from training.plotting import COLOURS, save, subplots
+from training.loop.log import read_metrics
+from training.plot.figures import COLOURS, save, subplots
 
 COLUMNS = 'iter', 'loss', 'val_loss', 'time_ms', 'tokens_per_second'
 UNITS = {'iter': ('iteration', 1), 'tokens': ('training tokens (millions)', 1e6),

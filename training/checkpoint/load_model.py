@@ -8,7 +8,7 @@ import torch
 from common.errors import UserError
 from common.gpt_config import GPTConfig
 from model import GPT
-from training.checkpoint import config_of, load_weights, restoring
+from training.checkpoint.file import config_of, load_weights, restoring
 
 FEW_LAYERS = 100
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from training.fsdp import full
+from training.parallel.fsdp import full
 
 HEALTHY_SCALE = 1.0  # overflows at a larger loss scale are normal: the scaler is still adapting
 
@@ -90,7 +90,8 @@ class GuardedUpdate:
                        self.finite_loss.item())
 
 
-def broken(updates: Updates, iter_num: int, loss: float, lr: float, s, saved) -> str:
+def broken(updates: Updates, iter_num: int, loss: float, lr: float, grad_clip: float,
+           max_skipped: int, saved) -> str:
     """Return the error message of a failed run. saved: path of its checkpoint, or None."""
     what = f'loss is {loss}'
     if math.isfinite(loss):
@@ -100,8 +101,8 @@ def broken(updates: Updates, iter_num: int, loss: float, lr: float, s, saved) ->
     if math.isnan(updates.finite_loss):
         last = 'no loss was finite yet'
     state = f'{saved} has the last saved state' if saved else 'nothing has been saved yet'
-    clip = f'grad_clip below {s.grad_clip:g}' if s.grad_clip else 'grad_clip=1 (it is off)'
+    clip = f'grad_clip below {grad_clip:g}' if grad_clip else 'grad_clip=1 (it is off)'
     return (f'iteration {iter_num}: the {what}, and {updates.in_row} iterations in a row were '
-            f'skipped for such reasons (max_skipped={s.max_skipped}); learning rate {lr:g}{scale}, '
+            f'skipped for such reasons (max_skipped={max_skipped}); learning rate {lr:g}{scale}, '
             f'{last}. They left the weights as they were; {state}. Try a lower learning_rate, '
             f'a longer warmup_iters, {clip}, dtype=bfloat16 or float32')

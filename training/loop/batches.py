@@ -182,8 +182,13 @@ def open_meta(s, data_root: Path) -> dict | None:
     return read_meta(ensure_dataset(s.dataset, data_root))
 
 
-def open_batches(s, config: GPTConfig, data_root: Path, ranks, generator: torch.Generator):
+def open_batches(s, config: GPTConfig, data_root: Path, ranks):
     """Open the batches given by the settings, for one of the `Ranks`."""
+    generator = torch.Generator()
+    if s.data_seed >= 0:
+        generator.manual_seed(s.data_seed)
+    else:  # the state of nanoGPT's generator before its first batch
+        generator.set_state(torch.get_rng_state())
     share, task = (s.batch_size, ranks.device, generator, ranks.rank, ranks.world_size), task_of(s)
     seed = s.seed if s.data_seed < 0 else s.data_seed
     if task:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from common.errors import UserError
 from common.files import regular_only, replacing
-from training.checkpoint import link_or_copy
+from training.checkpoint.file import link_or_copy
 
 MAX_ROW = 2 ** 16  # characters; a row of train.py has about 500
 
@@ -26,8 +26,8 @@ class RunLog(contextlib.AbstractContextManager):
         tokens_per_second           all processes together
         grad_norm                   of all gradients together, before clipping
         loss_scale                  only with float16
-        skipped                     iterations skipped so far, since the start (`training.update`)
-        model_tflops_per_second     all processes together (`training.flops.achieved`)
+        skipped                     iterations skipped so far (`training.step.update`)
+        model_tflops_per_second     all processes together (`training.step.flops.achieved`)
         mfu                         the same as a fraction of the devices' peak, if known. The
                                     printed one is nanoGPT's: full attention, an A100's peak
         memory_bytes, memory_peak_bytes, memory_share
@@ -69,7 +69,7 @@ class RunLog(contextlib.AbstractContextManager):
             sys.stdout = open(os.devnull, 'w')
 
     def skipped(self, updates) -> None:
-        """Print how many iterations were skipped, if any. updates: `training.update.Updates`."""
+        """Print how many iterations were skipped, if any. updates: as `GuardedUpdate.read`."""
         many = f'{updates.new} iterations, the last of them' if updates.new > 1 else 'iteration'
         scale = '' if updates.loss_scale is None else f'; loss scale now {updates.loss_scale:g}'
         if updates.new:
@@ -106,7 +106,7 @@ def read_metrics(path: Path) -> Iterator[dict]:
             yield row
 
 
-class Pace:
+class StepClock:
     """Seconds per step, averaged since the last read; evaluations do not count.
 
     mfu: nanoGPT's running MFU, -1 in the first iterations. mean_dt: mean seconds per
@@ -134,10 +134,10 @@ class Pace:
             self.mean_dt = 0.9 * self.mean_dt + 0.1 * dt if self.mean_dt else dt
 
 
-def check_packages(s) -> None:
+def check_packages(wandb: bool, tensorboard: bool) -> None:
     """Raise UserError if a package that the settings require is not installed."""
-    for wanted, module, package in ((s.wandb_log, 'wandb', 'wandb'),
-                                    (s.tensorboard_log, 'torch.utils.tensorboard', 'tensorboard')):
+    for wanted, module, package in ((wandb, 'wandb', 'wandb'),
+                                    (tensorboard, 'torch.utils.tensorboard', 'tensorboard')):
         try:
             wanted and importlib.import_module(module)
         except ImportError as e:

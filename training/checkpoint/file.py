@@ -17,7 +17,7 @@ from common.files import replacing
 from common.gpt_config import GPTConfig
 from common.removed import COMMIT, removed
 from data.plain_pickle import check_archive, check_sums
-from training.checkpoint_pickle import PickleChecker
+from training.checkpoint.pickle_checker import PickleChecker
 
 REQUIRED = {'model': dict, 'model_args': dict, 'iter_num': int,
             'best_val_loss': (torch.Tensor, float, int), 'config': dict}

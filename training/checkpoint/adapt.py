@@ -7,7 +7,7 @@ from common.errors import UserError
 from common.gpt_config import GPTConfig, fields_with, model_args
 from common.settings import COMMAND_LINE, MODEL
 from kv.plan import KVPlan, plan_kv
-from training.checkpoint import restoring
+from training.checkpoint.file import restoring
 
 # nanoGPT always keeps the checkpoint's values of these, whatever a config file says
 NANOGPT_KEPT = ('n_layer', 'n_head', 'n_embd', 'bias')
