@@ -14,8 +14,11 @@ from common.sizes import physical_memory
 
 def pick_device(name: str) -> torch.device:
     """Choose a device; 'auto' is CUDA, MPS (untested) or CPU. UserError if it is not available."""
-    usable = ['cuda'] * torch.cuda.is_available() + ['mps'] * torch.backends.mps.is_available()
-    usable.append('cpu')
+    usable = ['cpu']
+    if torch.backends.mps.is_available():
+        usable.insert(0, 'mps')
+    if torch.cuda.is_available():
+        usable.insert(0, 'cuda')
     if name == 'auto':
         return torch.device(usable[0])
     try:

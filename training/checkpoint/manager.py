@@ -10,10 +10,8 @@ from training.checkpoint.file import link_or_copy
 
 
 class CheckpointManager:
-    """Saves the checkpoints of one run to `folder`.
-
-    ckpt.pt is the latest. ckpt_best.pt has the best validation loss; it is created when a
-    worse ckpt.pt replaces that one.
+    """Saves the checkpoints of one run to `folder`: ckpt.pt, the latest, and, if that does not have
+    the best validation loss, ckpt_best.pt.
 
     Files with these names that belong to another run, or are ahead of the checkpoint that this run
     resumed from, are renamed with `_old` before the first save.
@@ -37,12 +35,8 @@ class CheckpointManager:
         self.latest = self.start if origin == self.path else None
 
     def save(self, checkpoint: dict, say=print) -> None:
-        """Write ckpt.pt, then copy or rename older ones as described above. Raises UserError if
-        it cannot be written, which names the checkpoint that can still be resumed.
-
-        checkpoint: its key `holds_best` tells if it is the best so far. say: called with a line for
-            each renamed file.
-        """
+        """Write ckpt.pt, the best so far if `holds_best`. Raises UserError if it cannot be written,
+        which names the checkpoint that can still be resumed. say: called for each renamed file."""
         iteration, best = checkpoint['iter_num'], checkpoint['holds_best']
         try:
             ckpt.save_checkpoint(self.path, {**checkpoint, 'run': self.run},

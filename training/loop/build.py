@@ -17,13 +17,23 @@ from training.step.kernels import describe_attention
 from training.step.loss import linear_cross_entropy
 
 
+def count_tokens(s, block_size: int) -> int:
+    """Return the tokens of an iteration, which nanoGPT's first line says."""
+    n = s.gradient_accumulation_steps * s.batch_size * block_size
+    print(f'tokens per iteration will be: {n:,}')
+    return n
+
+
 def build_model(s, saved: dict | None, meta: dict | None, tokens: str,
-                new_on: str) -> tuple[GPT, bool]:
-    """Return the initial model, and whether settings differ from those it was trained with.
+                new_on: str) -> tuple[GPT, bool, int]:
+    """Return the initial model, whether settings differ from those it was trained with, and the
+    tokens of an iteration.
 
     saved: the checkpoint to resume, which is adapted in place; None = another model. meta, tokens:
     of the data set, and its `tokens_id`. new_on: the device of a new model ('meta': no weights).
     """
+    if s.init_from == 'scratch':
+        n_tokens = count_tokens(s, s.block_size)
     if meta is not None:
         is_task = s.dataset in TASKS
         source = f'of {s.dataset}_task' if is_task else f'inside data/{s.dataset}/meta.pkl'
@@ -34,7 +44,7 @@ def build_model(s, saved: dict | None, meta: dict | None, tokens: str,
             print('defaulting to vocab_size of GPT-2 to 50304 (50257 rounded up for efficiency)')
         config = s.config(50304 if meta is None else meta['vocab_size'])
         with torch.device(new_on):
-            return GPT(config), False
+            return GPT(config), False, n_tokens
     if saved:
         origin = checkpoint_in(s.out_dir, s.resume_from)
         print(f"Resuming training from {s.out_dir if s.resume_from == 'ckpt.pt' else origin}")
@@ -46,6 +56,7 @@ def build_model(s, saved: dict | None, meta: dict | None, tokens: str,
         old = model.config
 
     config = trained_config(s, old, meta, origin, tokens, saved.get('tokens', '') if saved else '')
+    n_tokens = count_tokens(s, config.block_size)
     changes = differences(old, config)
     for change in changes:
         print(change)
@@ -54,11 +65,11 @@ def build_model(s, saved: dict | None, meta: dict | None, tokens: str,
     elif changes:
         saved = {'model': model.state_dict()}
     else:
-        return model, False
+        return model, False, n_tokens
     adapt(saved, old, config, origin)
     model = GPT(config)
     load_weights(model, saved, origin)
-    return model, bool(changes)
+    return model, bool(changes), n_tokens
 
 
 def trained_config(s, old, meta, origin, tokens: str, trained_tokens: str):

@@ -27,15 +27,12 @@ class Run:
     """A model in training, with its data, optimizer and counters, at the start of an iteration.
 
     Attributes:
-        model, compiled, trained: the GPT; the same, compiled if s.compile; and that as it is
-            trained (under DDP if there are several processes).
+        model, compiled, trained: the GPT; compiled if s.compile; and that under DDP, if it is used.
         changed: whether settings differ from those that the model was trained with.
-        batch: the next micro-batch.
-        path, origin: of ckpt.pt, and of the checkpoint to resume from.
+        path, origin: ckpt.pt, and the checkpoint to resume from.
         saved_at, holds_best: the iteration of the last checkpoint saved or resumed from (-1: none),
             and whether it has the best validation loss.
         tokens, meta: the data set's `tokens_id`, and its alphabet, if it has one of its own.
-        bytes_per_token: of the validation text; 0 if it is not text.
     """
 
     def __init__(self, s, ranks, data_root: Path):
@@ -65,10 +62,8 @@ class Run:
         self.tokens = tokens_id(meta)
         self.meta = meta if meta and 'stoi' in meta else None  # for a copy without its data set
         new_on = 'meta' if self.sharded and not ranks.main else 'cpu'
-        self.model, self.changed = build_model(s, saved, meta, self.tokens, new_on)
-        block_size = self.model.config.block_size
-        self.tokens_per_iter = s.gradient_accumulation_steps * s.batch_size * block_size
-        print(f'tokens per iteration will be: {self.tokens_per_iter:,}')
+        self.model, self.changed, self.tokens_per_iter = build_model(
+            s, saved, meta, self.tokens, new_on)
 
         if self.sharded:  # only rank 0 has used its generator, to initialize weights
             torch.set_rng_state(ranks.gather(torch.get_rng_state())[0])
@@ -85,18 +80,17 @@ class Run:
         del saved
         if s.memory_report and ranks.main:
             print_memory_report(self)
-        self._compile_and_distribute()
 
-    def _compile_and_distribute(self):
-        self.compiled = self.trained = self.model
-        if self.s.compile:
+        self.compiled = self.model
+        if s.compile:
             prepare(self.model, self.model.config.block_size)
-        if self.s.compile and not self.sharded:
+        if s.compile and not self.sharded:
             print('compiling the model... (takes a ~minute)')
-            self.compiled = self.trained = torch.compile(self.model)
-        if self.ranks.world_size > 1 and not self.sharded:
-            self.trained = torch.nn.parallel.DistributedDataParallel(
-                self.compiled, device_ids=[self.device] if self.device.type == 'cuda' else None)
+            self.compiled = torch.compile(self.model)
+        self.trained = self.compiled
+        if ranks.world_size > 1 and not self.sharded:
+            own = [self.device] if self.device.type == 'cuda' else None
+            self.trained = torch.nn.parallel.DistributedDataParallel(self.compiled, own)
 
     def save(self, best: bool, say=print):
         """Write ckpt.pt from rank 0. All ranks must call it. Raises UserError if it cannot be
@@ -153,21 +147,30 @@ class Run:
         self.trained.train()
         n = self.s.gradient_accumulation_steps // self.ranks.world_size
         for k in range(n):
-            self._sync_gradients(k == n - 1)
+            last = k == n - 1  # of the backward passes; only this one averages over the ranks
+            if self.sharded:
+                self.model.set_requires_gradient_sync(last)
+            elif self.ranks.world_size > 1:
+                self.trained.require_backward_grad_sync = last  # what DDP's no_sync() sets, too
             with self.autocast:
                 loss = propagate_nonfinite(self.trained(*self.batch)[1] / n)
             self.batch = self.batches.next()  # while the device is busy with the forward pass
             self.scaler.scale(loss).backward()
         loss = loss.detach() * n
         self.update(self.iter_num, loss)
+        self._stop_if_broken(loss)
+        return loss
+
+    def _stop_if_broken(self, loss):
         # reading the counts waits for the device unless it is the CPU
         due = self.device.type == 'cpu' or self.iter_num % self.s.max_skipped == 0
         if not due or self.update.counts[1] < self.s.max_skipped:
-            return loss
+            return
+        resumed = self.s.init_from == 'resume' and self.origin.is_file()
+        saved = self.origin if resumed else None
         # only rank 0 saves, so only it knows whether there is a checkpoint
-        own = self.manager.latest is not None or not self.ranks.main
-        files = [self.path] * own + [self.origin] * (self.s.init_from == 'resume')
-        saved = next((path for path in files if path.is_file()), None)
+        if self.path.is_file() and (self.manager.latest is not None or not self.ranks.main):
+            saved = self.path
         lr = self.optimizer.param_groups[0]['lr']
         raise UserError(broken(self.update.read(), self.iter_num, loss.item(), lr,
                                self.s.grad_clip, self.s.max_skipped, saved))
@@ -178,18 +181,11 @@ class Run:
         n = self.s.batch_size * self.s.gradient_accumulation_steps
         tflops = achieved(self.model, n, seconds)
         peak = peak_tflops(device_name(self.device), self.dtype)
-        memory = memory_use(self.device)
-        share = memory.peak / memory.total if memory.peak and memory.total else None
+        used, most, total = memory_use(self.device)
         row = dict(grad_norm=updates.grad_norm, loss_scale=updates.loss_scale,
                    skipped=updates.skipped, model_tflops_per_second=tflops,
-                   mfu=peak and tflops / (peak * self.ranks.world_size), memory_bytes=memory.used,
-                   memory_peak_bytes=memory.peak, memory_share=share,
+                   mfu=peak and tflops / (peak * self.ranks.world_size), memory_bytes=used,
+                   memory_peak_bytes=most, memory_share=most / total if most and total else None,
                    data_wait_share=self.batches.share)
         return {name: value for name, value in row.items() if value is not None}
 
-    def _sync_gradients(self, last):
-        """Average gradients over the ranks only in an iteration's last backward pass."""
-        if self.sharded:
-            self.model.set_requires_gradient_sync(last)
-        elif self.ranks.world_size > 1:
-            self.trained.require_backward_grad_sync = last  # what DDP's no_sync() sets, too

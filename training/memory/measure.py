@@ -27,19 +27,13 @@ ACTIVATIONS, LOSS, BACKWARD = 'activations', 'logits and loss', 'gradients'
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one training step.
-
-    activations: kept from the forward pass for the backward pass, without logits and loss.
-    loss_peak: the maximum that lm_head and the loss need in addition, until the gradient of
-    lm_head's input is known. peak: the overall maximum, with parameters, gradients and optimizer
-    state.
-    """
+    """Bytes of one training step."""
     parameters: int
     gradients: int
     optimizer: int
-    activations: int
-    loss_peak: int
-    peak: int
+    activations: int  # kept for the backward pass, without logits and loss
+    loss_peak: int    # what lm_head and loss need beside, until the gradient of lm_head's input
+    peak: int         # of everything together
 
 
 class StorageTracker(TorchDispatchMode):
@@ -49,12 +43,9 @@ class StorageTracker(TorchDispatchMode):
     under FakeTensorMode. Hooks on saved tensors would miss what selective checkpointing keeps. Not
     counted: workspaces of kernels, and the allocator's rounding and fragmentation.
 
-    Attributes:
-        label: of what is allocated now: ACTIVATIONS, from the output of the last norm on LOSS, from
-            that output's gradient on BACKWARD.
-        live: label -> bytes now.
-        peak, loss_peak: the maxima so far, of all labels and of LOSS (without the gradient of
-            lm_head's weight).
+    label: of what is allocated now: ACTIVATIONS, from the output of the last norm on LOSS, from
+    that output's gradient on BACKWARD. live: label -> bytes now. peak, loss_peak: the maxima so
+    far, of all labels and of LOSS (without the gradient of lm_head's weight).
     """
 
     def __init__(self, model):

@@ -5,14 +5,13 @@ from common.sizes import nice_bytes
 from kv.console import output, print_table, table_of
 from training.device import memory_use
 from training.memory.measure import measure, predict
-from training.memory.recompute import policy_of
 from training.step.optim import state_bytes
 
 
 def print_memory_report(run) -> None:
     """Print the report of train.py's --memory_report for a `Run` that has its first batch. The
     run's random state, data and gradients are left unchanged."""
-    s, policy = run.s, policy_of(run.model)
+    s, policy = run.s, run.model.recompute.name if run.model.recompute else 'none'
     accumulate = s.gradient_accumulation_steps > run.ranks.world_size
     predictions = predict(s, run.model.config, run.device, run.dtype, accumulate=accumulate)
     print_table(output(), policy_table(predictions), 'Memory of a step, predicted')

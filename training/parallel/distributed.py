@@ -14,14 +14,11 @@ LONG = timedelta(days=7)  # a timeout: the other ranks wait while rank 0 prepare
 
 
 class Ranks:
-    """The rank of this process, and the small collectives that training needs.
+    """The rank of this process, and the small collectives that training needs (over gloo).
 
-    A context manager that joins and leaves the process group. With one process every method is
-    trivial and torch.distributed is not used. Only rank 0 prints. Raises UserError if this rank has
-    no such device, or the backend does not support it.
-
-    backend: for gradients, 'nccl' (CUDA) or 'gloo' (CPU); the collectives here always use gloo.
-    device: as for `pick_device`; with several processes 'cuda' is the local rank's GPU.
+    A context manager that joins and leaves the process group; one process alone does not use it.
+    Only rank 0 prints. Raises UserError if this rank has no such device, or the backend (for
+    gradients: 'nccl', 'gloo') does not support it. 'cuda' is the local rank's GPU.
     """
 
     def __init__(self, backend: str = 'gloo', device: str = 'auto', backend_given: bool = False):
@@ -67,12 +64,9 @@ class Ranks:
         return self
 
     def _store(self):
-        """Arguments of `init_process_group`: the store; {} = torchrun's own.
-
-        When torchrun restarts a launch on one node, the store still has the addresses of the
-        previous processes (pytorch #135712), so each restart uses its own prefix. With several
-        nodes their restart counts may differ, see docs/training.md.
-        """
+        """Arguments of `init_process_group`: the store; {} = torchrun's own. On a restart that has
+        the addresses of the previous processes (pytorch #135712), so it gets a prefix, if there is
+        one node: restart counts of several may differ, see docs/training.md."""
         restarts = env_int('TORCHELASTIC_RESTART_COUNT', 0)
         one_node = env_int('LOCAL_WORLD_SIZE', self.world_size) == self.world_size
         shared = os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True'

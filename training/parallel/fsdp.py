@@ -20,13 +20,9 @@ def check(memory_report: bool, dtype: torch.dtype) -> None:
 
 
 def shard(model, ranks, dtype: torch.dtype, compiled: bool = False) -> None:
-    """Shard the parameters of a GPT in place, by block; they become DTensors on the ranks' device.
-    The values come from rank 0; other ranks' models may be on the 'meta' device.
-
-    dtype: for arithmetic. With bfloat16, blocks are gathered in it, but gradients averaged in
-    float32. Embeddings, the last norm, the head (autocast rounds its matmul) and the residual
-    stream stay in float32.
-    """
+    """Shard the parameters of a GPT in place, by block, with the values of rank 0; the models of
+    others may be on the 'meta' device. Blocks are gathered in `dtype`, but gradients averaged in
+    float32. Embeddings, last norm, head (autocast rounds its matmul) and residual stream too."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

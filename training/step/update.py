@@ -23,20 +23,14 @@ def propagate_nonfinite(loss: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Updates:
-    """Counts from a `GuardedUpdate`, as plain numbers.
-
-    skipped: total iterations without a step; new: those since the last read; latest: the last one
-    (-1: none). in_row: the most recent consecutive ones that count against `max_skipped`.
-    grad_norm: the last iteration's, unscaled, before clipping. loss_scale: None without a scaler.
-    finite_loss: this rank's loss in the last iteration that was not skipped (NaN: none).
-    """
-    skipped: int
-    new: int
-    latest: int
-    in_row: int
-    grad_norm: float
-    loss_scale: float | None
-    finite_loss: float
+    """Counts from a `GuardedUpdate`, as plain numbers."""
+    skipped: int               # iterations without a step
+    new: int                   # those since the last read
+    latest: int                # the last one; -1 = none
+    in_row: int                # the latest consecutive ones that count against `max_skipped`
+    grad_norm: float           # of the last iteration, unscaled, before clipping
+    loss_scale: float | None   # None without a scaler
+    finite_loss: float         # of this rank, in the last iteration not skipped; NaN = none
 
 
 class GuardedUpdate:
