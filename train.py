@@ -31,7 +31,7 @@ from training.loop.resume import resumed_after_restart
 from training.loop.run import Run
 from training.loop.settings import check_settings
 from training.loop.signals import StopRequest
-from training.memory.report import memory_line
+from training.memory.measure import memory_line
 from training.parallel.distributed import Ranks
 from training.step.optim import learning_rate_at, set_learning_rate
 

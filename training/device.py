@@ -14,11 +14,8 @@ from common.sizes import physical_memory
 
 def pick_device(name: str) -> torch.device:
     """Choose a device; 'auto' is CUDA, MPS (untested) or CPU. UserError if it is not available."""
-    usable = ['cpu']
-    if torch.backends.mps.is_available():
-        usable.insert(0, 'mps')
-    if torch.cuda.is_available():
-        usable.insert(0, 'cuda')
+    accelerators = {'cuda': torch.cuda, 'mps': torch.backends.mps}
+    usable = [*(name for name, each in accelerators.items() if each.is_available()), 'cpu']
     if name == 'auto':
         return torch.device(usable[0])
     try:

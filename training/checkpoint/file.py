@@ -159,9 +159,6 @@ def _tie(path: Path, weights: dict) -> None:
         weights[HEAD] = embedding
     if not all(map(torch.is_tensor, (head, embedding))) or head.shape != embedding.shape:
         return
-    # tensors that repeat a few elements may be huge: `load_model.check_weights` refuses them
-    if any(x.nbytes > x.untyped_storage().nbytes() for x in (head, embedding)):
-        return
     # weights that have diverged hold NaN, which equals nothing
     if not torch.equal(head.nan_to_num(), embedding.nan_to_num()):
         raise UserError(f'checkpoint {path} has an output layer ({HEAD}) that differs from its '

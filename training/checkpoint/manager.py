@@ -13,8 +13,8 @@ class CheckpointManager:
     """Saves the checkpoints of one run to `folder`: ckpt.pt, the latest, and, if that does not have
     the best validation loss, ckpt_best.pt.
 
-    Files with these names that belong to another run, or are ahead of the checkpoint that this run
-    resumed from, are renamed with `_old` before the first save.
+    Files of these names from another run, or ahead of the checkpoint that this run resumed from,
+    are renamed with `_old` before the first save.
     """
 
     def __init__(self, folder: Path):
@@ -62,7 +62,6 @@ class CheckpointManager:
         return 'this run has no earlier one'
 
     def _keep_previous(self, best, say):
-        """Link the best checkpoint to a name of its own before a worse one replaces it."""
         if not self.alone:
             self._move_others_aside(say)
         if not best and self.best not in (None, self.best_path) and self.best.is_file():

@@ -68,8 +68,8 @@ class TokenBatches:
 
 
 class TaskBatches:
-    """Like `TokenBatches`, but sequences of a `data.recall` task: new ones in every batch, or from a
-    fixed set that `seed` determines. Targets are -1 where no answer is expected."""
+    """Like `TokenBatches`, but sequences of a `data.recall` task: new ones in every batch, or from
+    a fixed set that `seed` determines. Targets are -1 where no answer is expected."""
 
     def __init__(self, task, batch_size: int, device: torch.device, generator: torch.Generator,
                  rank: int = 0, world_size: int = 1, seed: int = 0):

@@ -18,7 +18,7 @@ from training.step.loss import linear_cross_entropy
 
 
 def count_tokens(s, block_size: int) -> int:
-    """Return the tokens of an iteration, which nanoGPT's first line says."""
+    """Print and return the tokens of an iteration."""
     n = s.gradient_accumulation_steps * s.batch_size * block_size
     print(f'tokens per iteration will be: {n:,}')
     return n

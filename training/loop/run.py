@@ -14,7 +14,7 @@ from training.device import autocast, device_name, keep_freed_memory, memory_use
 from training.loop.batches import open_batches, open_meta
 from training.loop.build import build_model, move_to_device
 from training.loop.resume import checkpoint_of, restore
-from training.memory.report import print_memory_report
+from training.memory.measure import print_memory_report
 from training.native.loading import training_dtype
 from training.parallel import fsdp
 from training.step.flops import achieved, peak_tflops
@@ -93,11 +93,8 @@ class Run:
             self.trained = torch.nn.parallel.DistributedDataParallel(self.compiled, own)
 
     def save(self, best: bool, say=print):
-        """Write ckpt.pt from rank 0. All ranks must call it. Raises UserError if it cannot be
-        written; the previous checkpoint is then intact.
-
-        best: whether the validation loss is the best so far. say: as in `CheckpointManager.save`.
-        """
+        """Write ckpt.pt from rank 0; all ranks must call it. best: whether the validation loss is
+        the best so far. Raises UserError as `CheckpointManager.save` does."""
         self.holds_best = best or (self.holds_best and self.saved_at == self.iter_num)
         checkpoint = checkpoint_of(self)
         if self.ranks.main:

@@ -19,8 +19,7 @@ from data.datasets import DATA_ROOT
 from data.tokenfiles import read_meta
 from kv.console import output, print_table
 from training.device import pick_device
-from training.memory.measure import predict
-from training.memory.report import policy_table
+from training.memory.measure import policy_table, predict
 from training.native.loading import training_dtype
 
 

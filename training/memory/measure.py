@@ -1,5 +1,5 @@
-"""Measures the memory of a training step by tracking every storage; a prediction is the same with
-fake tensors."""
+"""Measures the memory of a training step by tracking every storage, predicts it (the same with fake
+tensors), and reports both."""
 import contextlib
 import weakref
 from collections import Counter
@@ -14,8 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 import attention.kernels.flex
 from common.gpt_config import GPTConfig
+from common.sizes import nice_bytes
+from kv.console import output, print_table, table_of
 from model import GPT
-from training.device import autocast
+from training.device import autocast, memory_use
 from training.memory.recompute import NAMES, set_recompute
 from training.native.loading import wanted
 from training.native.modules import speed_up
@@ -100,12 +102,11 @@ class StorageTracker(TorchDispatchMode):
 
 
 def measure(model, batch, autocast=None, *, optimizer='adamw', accumulate: bool = False) -> Memory:
-    """Return the `Memory` of a forward and backward pass, by running it. Random state, gradients
-    and training mode are restored.
+    """Return the `Memory` of a forward and backward pass, by running it. The model and the random
+    state are left unchanged.
 
-    batch: (idx, targets), each (B, T) int64 on the model's device. autocast: a context for the
-    forward pass; None = float32. optimizer: its name in settings. accumulate: gradients already
-    exist at the start, as with gradient accumulation.
+    batch: (idx, targets), each (B, T) int64. autocast: a context for the forward pass; None =
+    float32. optimizer: its name in settings. accumulate: gradients already exist at the start.
     """
     was_training, old_gradients = model.training, [p.grad for p in model.parameters()]
     devices = [model.device] if model.device.type == 'cuda' else []
@@ -159,3 +160,39 @@ def predict(s, config: GPTConfig, device: torch.device, dtype: torch.dtype, *,
             policies[policy] = measure(model, (x, torch.zeros_like(x)), autocast(device, dtype),
                                        optimizer=s.optimizer, accumulate=accumulate)
     return policies
+
+
+def print_memory_report(run) -> None:
+    """Print the report of train.py's --memory_report for a `Run` that has its first batch."""
+    s, policy = run.s, run.model.recompute.name if run.model.recompute else 'none'
+    accumulate = s.gradient_accumulation_steps > run.ranks.world_size
+    predictions = predict(s, run.model.config, run.device, run.dtype, accumulate=accumulate)
+    print_table(output(), policy_table(predictions), 'Memory of a step, predicted')
+    measured = vars(measure(run.model, run.batch, run.autocast, optimizer=s.optimizer,
+                            accumulate=accumulate))
+    rows = ((name.replace('_', ' '), nice_bytes(n), nice_bytes(measured[name]))
+            for name, n in vars(predictions[policy]).items())
+    title = f'\n{s.batch_size} x {run.model.config.block_size:,} tokens, recompute={policy!r}'
+    print_table(output(), table_of(('', 'predicted', 'measured'), rows), title)
+
+
+def policy_table(predictions):
+    rows = ([policy, *(nice_bytes(n) for n in (m.activations, m.loss_peak, m.peak))]
+            for policy, m in predictions.items())
+    return table_of(('recompute', 'activations', 'logits and loss', 'peak'), rows,
+                    left=('recompute',))
+
+
+def memory_line(model, optimizer: str, device: torch.device) -> str:
+    """Return two lines to print after the first step: bytes that stay, and the peak."""
+    parameters, gradients, state = state_bytes(model, optimizer)
+    text = (f'memory: parameters {nice_bytes(parameters)}, gradients {nice_bytes(gradients)}, '
+            f'optimizer {nice_bytes(state)}')
+    peak = memory_use(device).peak
+    if device.type == 'cuda':
+        rest = max(0, peak - parameters - gradients - state)
+        text += (f',\n        activations and all else {nice_bytes(rest)}, '
+                 f'peak {nice_bytes(peak)}')
+    elif peak is not None:
+        text += f',\n        peak {nice_bytes(peak)} (of the whole process, with Python and torch)'
+    return text

@@ -90,8 +90,7 @@ def linear_cross_entropy(embedding, x, weight, targets):
 
 class Embedding(nn.Embedding):
     """An embedding whose weight is the output layer's too. The loss's gradient is kept until the
-    embedding's backward pass, which adds its own to the rows that it concerns, in place, without a
-    tensor of all words for itself."""
+    embedding's backward pass, which adds its own in place, to the rows that it concerns."""
     latest = None  # a weak reference to the last forward pass, which lives as long as its graph
 
     def forward(self, idx):
@@ -148,7 +147,6 @@ def add_in_place(total, part):
 
 
 class GELU(nn.GELU):
-    """The same activation, of the extension."""
 
     def forward(self, x):
         return _Gelu.apply(x, self.approximate == 'tanh') if _takes(x) else super().forward(x)

@@ -44,8 +44,8 @@ def shard(model, ranks, dtype: torch.dtype, compiled: bool = False) -> None:
 
 
 def gathered(x, main: bool):
-    """Return a state dict with each DTensor in full in host memory; None if not `main`. All
-    processes must call it. One tensor at a time is in full on the device."""
+    """Return a state dict with each DTensor in full in host memory, on the device only one at a
+    time; None in place of DTensors if not `main`. All processes must call it."""
     if isinstance(x, dict):
         return {name: gathered(value, main) for name, value in x.items()}
     if not is_sharded(x):

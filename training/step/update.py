@@ -34,14 +34,9 @@ class Updates:
 
 
 class GuardedUpdate:
-    """Unscales and clips the gradients, and steps the optimizer if they are finite.
-
-    A skipped iteration counts against `max_skipped` only once the loss scale is down to
-    `HEALTHY_SCALE`: from the initial 65536 it takes 16 skipped iterations to get there.
-
-    scaler: torch.amp.GradScaler, enabled for float16 only. grad_clip: maximum norm of all gradients
-    together; 0 = unlimited.
-    """
+    """Unscales and clips the gradients, and steps the optimizer if they are finite. A skipped
+    iteration counts against `max_skipped` only once the loss scale, initially 65536, is down to
+    `HEALTHY_SCALE`. scaler: torch.amp.GradScaler. grad_clip: maximum norm; 0 = unlimited."""
 
     def __init__(self, optimizer, scaler, grad_clip: float, device: torch.device):
         self.optimizer, self.scaler, self.grad_clip = optimizer, scaler, grad_clip
