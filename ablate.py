@@ -26,7 +26,7 @@ from lab.ablation.report import show, write_report
 from lab.ablation.results import ROOT, Results
 from lab.ablation.summary import summarize
 from training.device import pick_device
-from training.plotting import pyplot
+from training.plot.figures import pyplot
 
 
 def jobs_of(ladder: Ladder, results: Results, argv: list[str], only: set) -> dict[tuple, Job]:

@@ -36,7 +36,8 @@ from common.terminal import visible
 ROOT = Path(__file__).resolve().parent
 # each has a class Settings
 PROGRAMS = ('train.py', 'sample.py', 'chat.py', 'serve.py', 'bench.py', 'kv/__main__.py',
-            'interop/evaluate.py', 'training/memory.py', 'lab/conform.py', 'lab/ablation/ladder.py')
+            'interop/evaluate.py', 'training/memory/__main__.py', 'lab/conform.py',
+            'lab/ablation/ladder.py')
 TYPES = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'text',
          dict: "a dict, as {'name': value}"}
 

@@ -237,8 +237,9 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.plan = plan_kv(config)
-        # Training may set a loss of (x, weight, targets) that never materializes all logits, and a
-        # function that runs the blocks with recomputation (`training.loss`, `training.recompute`).
+        # Training may set a loss of (x, weight, targets) that never materializes all logits
+        # (`training.step.loss`), and a function that runs the blocks with recomputation
+        # (`training.memory.recompute`).
         self.loss_fn = self.recompute = None
         rope = config.pos_embedding == 'rope'
         wpe = {} if rope else dict(wpe=nn.Embedding(config.block_size, config.n_embd))
@@ -258,15 +259,15 @@ class GPT(nn.Module):
         self.apply(self._init_weights)
         for name, p in self.named_parameters():  # residual projections, as in the GPT-2 paper
             if name.endswith('c_proj.weight'):
-                torch.nn.init.normal_(p, mean=0.0, std=0.02 / math.sqrt(2 * config.n_layer))
+                nn.init.normal_(p, mean=0.0, std=0.02 / math.sqrt(2 * config.n_layer))
 
     def _init_weights(self, module):
         if isinstance(module, nn.Linear):
-            torch.nn.init.normal_(module.weight, mean=0.0, std=0.02)
+            nn.init.normal_(module.weight, mean=0.0, std=0.02)
             if module.bias is not None:
-                torch.nn.init.zeros_(module.bias)
+                nn.init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
-            torch.nn.init.normal_(module.weight, mean=0.0, std=0.02)
+            nn.init.normal_(module.weight, mean=0.0, std=0.02)
 
     def get_num_params(self, non_embedding=True):
         """Number of parameters; as in nanoGPT, `non_embedding` leaves out only the position
@@ -433,8 +434,8 @@ class GPT(nn.Module):
         return from_pretrained(model_type, override_args)
 
     def crop_block_size(self, block_size):
-        """Shorten the context in place, as in nanoGPT: `training.adapt`."""
-        from training.adapt import crop_block_size
+        """Shorten the context in place, as in nanoGPT: `training.checkpoint.adapt`."""
+        from training.checkpoint.adapt import crop_block_size
         crop_block_size(self, block_size)
 
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, *, stop_tokens=()):
@@ -445,11 +446,11 @@ class GPT(nn.Module):
         return generate(self, idx, max_new_tokens, temperature, top_k, stop_tokens)
 
     def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
-        """AdamW in nanoGPT's two groups (matrices decay, vectors do not): `training.optim`."""
-        from training.optim import configure_optimizers
+        """AdamW in nanoGPT's two groups (matrices decay, vectors do not): `training.step.optim`."""
+        from training.step.optim import configure_optimizers
         return configure_optimizers(self, weight_decay, learning_rate, betas, device_type)
 
     def estimate_mfu(self, fwdbwd_per_iter, dt):
-        """nanoGPT's model FLOPs utilization, relative to an A100's 312 TFLOPS: `training.flops`."""
-        from training.flops import estimate_mfu
+        """nanoGPT's model FLOPs utilization, of an A100's 312 TFLOPS: `training.step.flops`."""
+        from training.step.flops import estimate_mfu
         return estimate_mfu(self, fwdbwd_per_iter, dt)

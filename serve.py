@@ -30,7 +30,7 @@ from engine.steps.prepare import prepare
 from interop.load import load, with_newest_run
 from serving.api import Service
 from serving.worker import Worker, most_choices
-from training.checkpoint_manager import checkpoint_in
+from training.checkpoint.manager import checkpoint_in
 from training.device import total_memory
 
 LOOPBACK = ('127.0.0.1', '::1', 'localhost')

@@ -25,14 +25,15 @@ from common.errors import UserError
 from common.folder_lock import only_writer
 from common.settings import GPT2_FOLDER, GPT2_TYPES, Attention, Device, Model, OutDir, key
 from data.datasets import DATA_ROOT
-from training.distributed import Ranks, resumed_after_restart
 from training.evaluate import bits_per_byte
-from training.log import Pace, RunLog, check_packages, open_trackers
-from training.memory import memory_line
-from training.optim import learning_rate_at, set_learning_rate
-from training.run import Run
-from training.settings import check_settings
-from training.signals import StopRequest
+from training.loop.log import RunLog, StepClock, check_packages, open_trackers
+from training.loop.resume import resumed_after_restart
+from training.loop.run import Run
+from training.loop.settings import check_settings
+from training.loop.signals import StopRequest
+from training.memory.measure import memory_line
+from training.parallel.distributed import Ranks
+from training.step.optim import learning_rate_at, set_learning_rate
 
 @dataclass(frozen=True)
 class Settings(OutDir, Model, Device, Attention):
@@ -102,7 +103,7 @@ def main(argv=None):
         s = resumed_after_restart(s, ranks)
         check_accumulation(s, ranks)
         if ranks.main:
-            check_packages(s)
+            check_packages(s.wandb_log, s.tensorboard_log)
         # data, model, optimizer, and where a checkpoint left off
         run = Run(s, ranks, DATA_ROOT)
         with contextlib.closing(run.batches):
@@ -121,34 +122,34 @@ def main(argv=None):
 def train(run, log, stop):
     """Run the loop in nanoGPT's order (evaluate and save if due, then train one iteration) until
     after max_iters, or until a signal requests a stop."""
-    s, pace = run.s, Pace(run.iter_num)
+    s, clock = run.s, StepClock(run.iter_num)
     while not run.ranks.any(stop):
         lr = learning_rate_at(run.iter_num, s)
         set_learning_rate(run.optimizer, lr)
 
         losses = {}
         if run.iter_num % s.eval_interval == 0 or run.iter_num == s.max_iters or s.eval_only:
-            losses = evaluate(run, log, stop, lr, pace.mfu)
+            losses = evaluate(run, log, stop, lr, clock.mfu)
             if s.eval_only:
                 return
             if losses is None:  # interrupted by a signal
                 break
             keep_best(run, log, losses['val'])
-            pace.restart()
+            clock.restart()
         due = s.checkpoint_interval and run.iter_num % s.checkpoint_interval == 0
         if due and run.iter_num not in (0, run.saved_at):
             run.save(best=False, say=log.line)
-            pace.restart()
+            clock.restart()
 
         loss = run.step()  # forward, backward, update
-        pace.steps += 1
-        if run.iter_num == pace.first:
+        clock.steps += 1
+        if run.iter_num == clock.first:
             log.line(memory_line(run.model, s.optimizer, run.device))
         if run.iter_num % s.log_interval == 0 or losses:
-            report(run, log, loss, lr, losses, pace)
+            report(run, log, loss, lr, losses, clock)
         run.iter_num += 1
         if run.iter_num > s.max_iters:
-            if why := run.why_unsaved(pace.first):
+            if why := run.why_unsaved(clock.first):
                 log.line(why)
             return
 
@@ -173,17 +174,17 @@ def evaluate(run, log, stop, lr, mfu):
     return losses
 
 
-def report(run, log, loss, lr, losses, pace):
+def report(run, log, loss, lr, losses, clock):
     """Print and log an iteration: nanoGPT's line, and a row of metrics.jsonl."""
     s = run.s
     # .item() waits for the device, so the timing below is right
     loss = run.ranks.gather(loss.item())[-1]
-    dt = pace.read()
+    dt = clock.read()
     tokens_per_second = run.tokens_per_iter / dt
-    pace.measured(run, dt)
+    clock.measured(run, dt)
     if run.iter_num % s.log_interval == 0:
-        left = pace.mean_dt * (s.max_iters - run.iter_num)
-        words = pace_words(run.device, pace.mfu, tokens_per_second, left)
+        left = clock.mean_dt * (s.max_iters - run.iter_num)
+        words = pace_words(run.device, clock.mfu, tokens_per_second, left)
         log.line(f'iter {run.iter_num}: loss {loss:.4f}, time {dt * 1000:.2f}ms, {words}')
     updates = run.update.read()
     log.skipped(updates)

@@ -26,10 +26,10 @@ from common.settings import COMMAND_LINE, Model
 from kv.plan import plan_kv
 from kv.weights import c_attn_rows
 from model import GPT
-from training.adapt import check_forms, check_patterns, keep_trained
-from training.checkpoint import config_of, load_checkpoint, load_weights
-from training.checkpoint_manager import CheckpointManager
-from training.load_model import model_of
+from training.checkpoint.adapt import check_forms, check_patterns, keep_trained
+from training.checkpoint.file import config_of, load_checkpoint, load_weights
+from training.checkpoint.manager import CheckpointManager
+from training.checkpoint.load_model import model_of
 
 # the settings that a conversion may change
 MEMORY = fields_with('trained', 'memory', 'pooled')

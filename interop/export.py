@@ -28,8 +28,8 @@ from interop.load import tokenizer_of
 from interop.tokenizer_files import save_tokenizer
 from kv.plan import plan_kv
 from kv.weights import TRANSPOSED, shapes
-from training.checkpoint_manager import checkpoint_in, load_to_resume
-from training.load_model import model_of
+from training.checkpoint.manager import checkpoint_in, load_to_resume
+from training.checkpoint.load_model import model_of
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 MODELING = {'configuration_nanokv.py': Path(__file__).parent / 'nanokv_vllm' / 'config.py',

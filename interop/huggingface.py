@@ -18,8 +18,8 @@ from data.download import from_hub
 from kv.plan import LOCAL, plan_kv
 from kv.weights import EMBEDDING, HEAD, MASKS, TRANSPOSED
 from model import GPT
-from training.checkpoint import check_dtype, config_of, load_weights
-from training.load_model import check_weights
+from training.checkpoint.file import check_dtype, config_of, load_weights
+from training.checkpoint.load_model import check_weights
 
 GELUS = {'gelu_new': 'tanh', 'gelu_pytorch_tanh': 'tanh', 'gelu': 'exact'}
 # Defaults of transformers' GPT2Config: sizes, and options that have only one value in our model

@@ -16,7 +16,7 @@ from common.errors import UserError
 from data.making.script import Arguments
 from interop.convert import new_checkpoint
 from interop.huggingface import from_pretrained, noted_source, read_json
-from training.checkpoint_manager import CheckpointManager
+from training.checkpoint.manager import CheckpointManager
 
 
 def checkpoint_of(folder: Path) -> dict:

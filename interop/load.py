@@ -17,11 +17,11 @@ from engine.weights.quantize import compile_for_decode, quantize_weights
 from interop.huggingface import noted_source
 from interop.tokenizer_files import tokenizer_in
 from model import GPT
-from training.adapt import keep_trained
-from training.checkpoint import tokens_id
-from training.checkpoint_manager import checkpoint_in, load_to_resume
+from training.checkpoint.adapt import keep_trained
+from training.checkpoint.file import tokens_id
+from training.checkpoint.manager import checkpoint_in, load_to_resume
 from training.device import pick_device, pick_dtype
-from training.load_model import model_of
+from training.checkpoint.load_model import model_of
 
 
 def load(s):

@@ -164,7 +164,7 @@ def is_config_of_others(arg: str) -> bool:
 def saved_config(path: Path) -> GPTConfig:
     """The config in a checkpoint or a folder's ckpt.pt, without reading its weights. Needs torch.
     UserError: if there is no checkpoint, or it is damaged."""
-    from training.checkpoint import config_of, load_checkpoint, read_file
+    from training.checkpoint.file import config_of, load_checkpoint, read_file
     path = path / 'ckpt.pt' if path.is_dir() else path
     try:
         return config_of(read_file(path, mmap=True), path)

@@ -44,8 +44,9 @@ from kv.console import output, print_table, table_of
 from kv.plan import KV_DTYPES, plan_kv
 from lab.random_config import VOCAB, WIDTH, distances, long_enough, random_config
 from model import GPT
-from training import native
-from training.recompute import set_recompute
+from training.native.loading import library
+from training.native.modules import speed_up
+from training.memory.recompute import set_recompute
 
 LONGEST_WINDOW = 16
 BATCH = 3
@@ -265,12 +266,12 @@ def recomputed(config: GPTConfig) -> None:
 
 def kernels(config: GPTConfig, seed: int = 0) -> None:
     """Training with the C++ kernels gives float64's gradients as closely as torch in float32."""
-    if native.library() is None:
+    if library() is None:
         raise Refused('no C++ compiler')
     refuse_rounding(config)
     exact, plain = random_model(config), random_model(config, torch.float32)
     fast, idx = copy.deepcopy(plain), tokens(2, config.block_size, seed)
-    native.speed_up(fast)
+    speed_up(fast)
     losses = [loss_of(model, idx) for model in (exact, plain, fast)]
     for loss in losses:
         loss.backward()
@@ -292,7 +293,7 @@ def cpp_pair(config: GPTConfig, kv_dtype='auto', **kinds):
     step = native_decode(model, cache)
     if step is None:
         why = unsupported(model, cache)
-        assert why or native.library() is None, 'refused although it knows all settings'
+        assert why or library() is None, 'refused although it knows all settings'
         raise Refused(why or 'no C++ compiler')
     rounded = config.kv_quant_train or kv_dtype == 'int8'  # a value may be rounded either way
     return model, step, plain, 0.1 if rounded else 1e-3

@@ -8,15 +8,14 @@ from typing import NamedTuple
 
 import torch
 
-from attention.kernels.choose import choose
 from common.errors import UserError
 from common.sizes import physical_memory
 
 
 def pick_device(name: str) -> torch.device:
     """Choose a device; 'auto' is CUDA, MPS (untested) or CPU. UserError if it is not available."""
-    usable = ['cuda'] * torch.cuda.is_available() + ['mps'] * torch.backends.mps.is_available()
-    usable.append('cpu')
+    accelerators = {'cuda': torch.cuda, 'mps': torch.backends.mps}
+    usable = [*(name for name, each in accelerators.items() if each.is_available()), 'cpu']
     if name == 'auto':
         return torch.device(usable[0])
     try:
@@ -63,18 +62,6 @@ def keep_freed_memory(device: torch.device) -> None:
     if device.type == 'cpu' and mallopt:
         mallopt(-1, -1)        # M_TRIM_THRESHOLD: never
         mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: the most that it accepts
-
-
-def describe_attention(model, dtype: torch.dtype, dropout_p: float) -> str:
-    """Describe the kernels that a model's layers will use, as in 'attention: global layers sdpa,
-    local layers flex'. Raises UserError if `choose` does."""
-    kinds = sorted({layer.kind for layer in model.plan.layers})
-    found = [choose(kind, model.attention_backend, model.device, dtype, model.plan.head_dim,
-                    dropout_p, model.config.attn_sink) for kind in kinds]
-    if 'flash_attn' in found:
-        from attention.kernels.flash import load_flash_attn
-        load_flash_attn()
-    return 'attention: ' + ', '.join(f'{kind} layers {name}' for kind, name in zip(kinds, found))
 
 
 def autocast(device: torch.device, dtype: torch.dtype):

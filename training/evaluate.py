@@ -41,8 +41,7 @@ def through_cache(model, kv_dtype: str, first: int = 64, chunk: int = 16):
 def judge(logits_of, windows: torch.Tensor, batch_size: int = 16) -> torch.Tensor:
     """Return (n, T) float64, the losses in nats of the targets in windows (n, T + 1), which are on
     the model's device."""
-    # allocated first: small results between large temporary tensors would fragment the heap, which
-    # then grows with every window
+    # allocated first: small results between large temporary tensors would fragment the heap
     nats = torch.empty(windows[:, 1:].shape, dtype=torch.float64)
     for i in range(0, len(windows), batch_size):
         rows = windows[i:i + batch_size]

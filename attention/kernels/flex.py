@@ -15,8 +15,8 @@ def block_mask(n_positions: int, window: int, device: torch.device):
     """FlexAttention's BlockMask of the window for self-attention over `n_positions`, built once
     for all layers.
 
-    Call it before compiling the model (as `training.run.prepare` does), so that a compiled forward
-    finds the mask in the cache instead of building it.
+    Call it before compiling the model (as `training.step.kernels.prepare` does), so that a compiled
+    forward pass finds the mask in the cache instead of building it.
     """
     key = (n_positions, window, str(device))
     if key not in _block_masks:

@@ -23,8 +23,8 @@ from engine.weights.quantize import n_parameters
 from interop.convert import check_conversion
 from kv.plan import plan_kv
 from lab.benchmarks.setting import numbers
-from training.batches import open_meta
-from training.checkpoint import tokens_id
+from training.checkpoint.file import tokens_id
+from training.loop.batches import open_meta
 
 OWN = ('kv_dtype', 'weight_dtype', 'at_inference', 'seeds')  # a row's keys that train.py lacks
 # keys of train.py that do not change the weights

@@ -28,10 +28,10 @@ from lab.ablation.ladder import read_ladder
 from lab.ablation.lookup import lookup, recall
 from lab.ablation.results import Results, core_digest
 from model import GPT
-from training.checkpoint import config_of
+from training.checkpoint.file import config_of
 from training.device import device_name, pick_device
-from training.load_model import model_of
-from training.native import training_dtype
+from training.checkpoint.load_model import model_of
+from training.native.loading import training_dtype
 
 # Largest difference in nats that rounding may cause between a window's mean loss with the cache and
 # without it (for n windows together: divided by the root of n)
@@ -128,7 +128,7 @@ def measure(ladder, row, seed: int, saved, path: Path) -> dict:
             'params': params, **judged,
             'training': {'iterations': s.max_iters, 'tokens': s.max_iters * tokens_per_iter},
             'settings': s.values() | {'seed': seed, 'out_dir': '', 'device': ''},
-            'dtype': str(training_dtype(s, device)).removeprefix('torch.'),
+            'dtype': str(training_dtype(s.dtype, s.compile, device)).removeprefix('torch.'),
             'hardware': f'{device_name(device)}, {os.cpu_count()} cores',
             'torch': torch.__version__, 'core': core_digest()}
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 from lab.ablation.stats import enough
 from lab.ablation.tables import models
-from training.plotting import COLOURS, name_points, plain_log_ticks, save, subplots
+from training.plot.figures import COLOURS, name_points, plain_log_ticks, save, subplots
 
 # name -> title, in the order of the report
 TITLES = {

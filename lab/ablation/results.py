@@ -8,7 +8,7 @@ from common.errors import UserError
 from common.files import regular_only
 from lab.ablation.ladder import digest, slug_of
 from lab.files import write_whole
-from training.checkpoint import load_checkpoint
+from training.checkpoint.file import load_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / 'results'

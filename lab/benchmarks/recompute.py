@@ -11,10 +11,11 @@ import torch
 from common.errors import UserError
 from lab.benchmarks import clock, setting
 from lab.benchmarks.train import TrainingSteps
-from training import native
-from training.loss import linear_cross_entropy
-from training.memory import measure as measure_memory
-from training.recompute import Recompute, set_recompute
+from training.native.loading import training_dtype, wanted
+from training.native.modules import speed_up
+from training.step.loss import linear_cross_entropy
+from training.memory.measure import measure as measure_memory
+from training.memory.recompute import Recompute, set_recompute
 
 WHOLE = 'whole logits'
 
@@ -33,10 +34,10 @@ def run(s, data_root: Path) -> dict:
     torch.set_float32_matmul_precision('high')  # as in train.py
     models = setting.compared(config, max(shapes)[0], s, torch.float32)
     device = models['ours'].device
-    dtype = native.training_dtype(s, device)
-    if native.wanted(s, device):
+    dtype = training_dtype(s.dtype, s.compile, device)
+    if wanted(s.dtype, s.compile, device):
         for model in models.values():
-            native.speed_up(model)
+            speed_up(model)
     cells = []
     for context, batch in shapes:
         for name, model in models.items():

@@ -19,7 +19,8 @@ from engine.weights.linear import speed_up_on_cpu
 from engine.weights.quantize import (
     compile_for_decode, n_parameters, quantize_weights, weight_bytes, weights_dtype)
 from model import GPT
-from training.device import describe_attention, device_name, pick_device, pick_dtype
+from training.device import device_name, pick_device, pick_dtype
+from training.step.kernels import describe_attention
 
 MIN_REPEATS = 5  # the median of fewer rounds means little
 AGAINST = {  # mode -> what it can be compared with

@@ -4,8 +4,8 @@ chunks, clipped gradients, AdamW; without dropout.
 After 10 warm-up steps, 20 are timed; with against='nanogpt', they are interleaved, 4 at a time,
 with 20 of nanoGPT's own model, which computes its loss from all logits at once. MFU is as in
 nanoGPT (every query attends to every key, relative to an A100's 312 TFLOP/s); the line below it
-counts only the visible keys (`training/flops.py`), relative to a matmul alone. nanoGPT's model has
-the same dtype; on a CPU it may be faster in another (--dtype=float32).
+counts only the visible keys (`training/step/flops.py`), relative to a matmul alone. nanoGPT's model
+has the same dtype; on a CPU it may be faster in another (--dtype=float32).
 """
 import contextlib
 import importlib.util
@@ -24,13 +24,14 @@ from data.tokenfiles import is_prepared
 from lab.benchmarks import clock
 from lab.benchmarks.setting import model_config, run_facts
 from model import GPT
-from training import native
-from training.batches import TokenBatches
-from training.device import autocast, describe_attention, keep_freed_memory, pick_device
-from training.flops import achieved
-from training.loss import linear_cross_entropy
-from training.run import prepare
-from training.update import GuardedUpdate, propagate_nonfinite
+from training.native.loading import training_dtype, wanted
+from training.native.modules import speed_up
+from training.loop.batches import TokenBatches
+from training.device import autocast, keep_freed_memory, pick_device
+from training.step.kernels import describe_attention, prepare
+from training.step.flops import achieved
+from training.step.loss import linear_cross_entropy
+from training.step.update import GuardedUpdate, propagate_nonfinite
 
 BURN_IN, TIMED, IN_TURN = 10, 20, 4
 TRACES = Path('bench_log')  # in the working directory
@@ -84,7 +85,7 @@ def training_steps(s, data_root: Path, theirs: bool = False) -> TrainingSteps:
     """
     device = pick_device(s.device)
     keep_freed_memory(device)
-    dtype = native.training_dtype(s, device)
+    dtype = training_dtype(s.dtype, s.compile, device)
     torch.manual_seed(s.seed)
     torch.set_float32_matmul_precision('high')  # tf32 on CUDA, as in nanoGPT
     next_batch = None
@@ -103,8 +104,8 @@ def training_steps(s, data_root: Path, theirs: bool = False) -> TrainingSteps:
         if s.chunked_loss:
             model.loss_fn = linear_cross_entropy
         print(describe_attention(model, dtype, dropout_p=0.0))
-        if native.wanted(s, device):
-            native.speed_up(model)
+        if wanted(s.dtype, s.compile, device):
+            speed_up(model)
     print(f'number of parameters: {model.get_num_params() / 1e6:.2f}M')
     if s.compile:
         print('Compiling model...')
@@ -192,7 +193,7 @@ def run(s, data_root: Path) -> dict:
     theirs = training_steps(s, data_root, theirs=True) if s.against else None
     settings = ('compile', 'batch_size', 'block_size', 'window_size', 'layer_pattern', 'n_kv_head',
                 'real_data')
-    dtype = native.training_dtype(s, step.device)
+    dtype = training_dtype(s.dtype, s.compile, step.device)
     document = run_facts(s, step.device) | {
         'dtype': str(dtype).removeprefix('torch.'), 'params': step.model.get_num_params(),
         **{name: getattr(s, name) for name in settings}}

@@ -12,8 +12,7 @@ from common.gpt_config import GPTConfig
 from model import GPT
 from tests.helpers.models import FULL_STACK
 from tests.helpers.reference import dense_attention
-from training.device import describe_attention
-from training.run import prepare
+from training.step.kernels import describe_attention, prepare
 
 CPU, CUDA = torch.device('cpu'), torch.device('cuda')
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64

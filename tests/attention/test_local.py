@@ -18,7 +18,7 @@ from attention.masks import dense_mask, in_window
 from model import GPT, GPTConfig
 from tests.helpers.models import max_gap as gap
 from tests.helpers.reference import dense_attention, visible
-from training.run import prepare
+from training.step.kernels import prepare
 
 HEADS = [(1, 1), (4, 4), (4, 2), (6, 1)]
 

@@ -11,7 +11,7 @@ from common.errors import UserError
 from common.removed import COMMIT, KEYS, VALUES
 from configurator import default_of, keys_of
 from tests.helpers.programs import SETTINGS
-from training.checkpoint import config_of
+from training.checkpoint.file import config_of
 
 ROOT = configurator.ROOT
 

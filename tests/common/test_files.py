@@ -9,8 +9,8 @@ import pytest
 
 from engine.text.dialogue import Dialogue, Template
 from lab.files import write_json
-from training.log import RunLog
-from training.plotting import save, subplots
+from training.loop.log import RunLog
+from training.plot.figures import save, subplots
 
 ROOT = Path(__file__).resolve().parents[2]
 

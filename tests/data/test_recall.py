@@ -5,7 +5,7 @@ import torch
 
 from common.errors import UserError
 from data.recall.tasks import BLANK, LagTask, LookupTask, read_task
-from training.batches import TaskBatches
+from training.loop.batches import TaskBatches
 
 TASK = LookupTask(block_size=60, pairs=(2, 5, 9), gap=11, n_keys=12, n_values=7)
 LAGS = LagTask(block_size=96, distances=(3, 20, 50))

@@ -11,7 +11,7 @@ from tests.engine.test_native import (
 from tests.helpers.emulated import AVAILABLE, Emulated
 from tests.helpers.models import random_model
 from tests.training import test_native as training
-from training import native as training_native
+from training.native import loading
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not AVAILABLE, reason='see .ci/run')]
 
@@ -43,8 +43,8 @@ def decode_on_arm(request, module_patch, tmp_path_factory):
 def training_on_arm(module_patch, tmp_path_factory):
     names = ['nanokv_' + name for name in ('attention', 'attention_backward', 'gelu', 'norm',
                                            'norm_backward', 'cross_entropy', 'add')]
-    yield from emulated(training_native, module_patch, tmp_path_factory.mktemp('arm'),
-                        training_native.SOURCE, names, ['-march=armv8-a'])
+    yield from emulated(loading, module_patch, tmp_path_factory.mktemp('arm'),
+                        loading.SOURCE, names, ['-march=armv8-a'])
 
 
 @pytest.mark.parametrize('kv_dtype, paged', [('float32', False), ('bfloat16', True),

@@ -25,7 +25,7 @@ from engine.pages.cache import PagedKVCache
 from engine.weights.quantize import quantize_weights
 from generate import Generation, Sampler
 from tests.helpers.models import FULL_STACK, random_model, tokens
-import training.native
+from training.native import loading
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(native.library() is None, reason='no compiler here')
@@ -313,7 +313,7 @@ def test_without_openmp_it_has_threads_of_its_own(unbuilt, monkeypatch):
                        'echo "$*" >> "$0.log"; exec c++ "$@"\n')
     wrapper.chmod(0o700)
     monkeypatch.setenv('CXX', str(wrapper))
-    found = extension.opened(training.native.SOURCE, training.native._checked)
+    found = extension.opened(loading.SOURCE, loading._checked)
     assert '-fopenmp-simd' in Path(f'{wrapper}.log').read_text()
 
     def gelu(_):

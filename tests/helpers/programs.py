@@ -9,7 +9,7 @@ from common.settings import Model
 from interop import evaluate
 from lab import conform
 from lab.ablation import ladder
-from training import memory
+from training.memory import __main__ as memory
 
 SETTINGS = {'train': train.Settings, 'sample': sample.Settings, 'bench': bench.Settings,
             'chat': chat.Settings, 'serve': serve.Settings, 'kv': kv.__main__.Settings,

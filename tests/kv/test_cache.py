@@ -17,7 +17,7 @@ from tests.helpers.models import (
     FULL_STACK, VOCAB, Largest, feed, full_logits, max_gap, random_model, tokens)
 from tests.helpers.reference import Reference
 from tests.helpers.runs import Run
-from training.run import prepare
+from training.step.kernels import prepare
 
 STACK = GPTConfig(**FULL_STACK)
 VANILLA = dict(n_layer=2, n_head=4, n_embd=24, block_size=64, vocab_size=VOCAB)

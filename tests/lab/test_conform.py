@@ -11,7 +11,7 @@ import pytest
 
 import attention.masks
 import interop.modeling_nanokv
-import training.native
+from training.native import loading, modules
 from attention.kernels.norm_rope import NormAndRotate
 from common.errors import UserError
 from common.gpt_config import GPTConfig
@@ -78,7 +78,7 @@ def miscounted(plain):
     (Slot, 'position_nbytes', miscounted, {}, 'bytes'),
     (NormAndRotate, 'backward', lambda plain: staticmethod(lambda ctx, dy: [
         x if x is None else 1.01 * x for x in plain(ctx, dy)]), FEW_LAYERS, 'gradients'),
-    (training.native, 'attend', lambda plain: lambda *args: plain(*args[:6]), {},  # no sink
+    (modules, 'attend', lambda plain: lambda *args: plain(*args[:6]), {},  # no sink
      'training kernels'),
     (GPT, '_blocks', lost_between_segments, {}, 'recomputation'),
     (StaticCache, 'read', lambda plain: lambda self, layer, q, sink: plain(self, layer, q), {},
@@ -89,7 +89,7 @@ def miscounted(plain):
      'export')])
 def test_a_fault_is_found(where, attribute, fault, changes, name, monkeypatch):
     config = conform.reduced(GPTConfig(**vars(CONFIG) | changes))
-    if name == 'training kernels' and training.native.library() is None:
+    if name == 'training kernels' and loading.library() is None:
         pytest.skip('no C++ compiler')
     assert conform.conform(config, [name]) == {name: ''}
     monkeypatch.setattr(where, attribute, fault(getattr(where, attribute)))

@@ -14,7 +14,7 @@ from model import GPT, GPTConfig, model_args
 from tests.helpers.models import (
     FULL_STACK, VOCAB, configs, full_logits, max_gap, random_model, tokens)
 from tests.helpers.reference import Reference, cross_entropy
-from training.recompute import set_recompute
+from training.memory.recompute import set_recompute
 
 pytestmark = pytest.mark.filterwarnings('ignore:layer_pattern')
 VANILLA = dict(block_size=16, vocab_size=VOCAB, n_layer=2, n_head=4, n_embd=8)

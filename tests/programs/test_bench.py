@@ -13,8 +13,8 @@ from kv.plan import plan_kv
 from lab.benchmarks import bandwidth, table
 from model import GPT
 from tests.programs.support import ALPHABET, FULL_STACK, flags
-from training import loss
-from training.flops import flops_per_token
+from training.step import loss
+from training.step.flops import flops_per_token
 
 TINY = dict(dataset='tiny', device='cpu', compile=False, n_layer=1, n_head=2, n_embd=16,
             block_size=16, batch_size=3)

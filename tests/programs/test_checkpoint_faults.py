@@ -11,7 +11,7 @@ import torch
 from common.errors import UserError
 from tests.programs.support import Died, contents, die, kept, no_links, run_train
 from model import GPT, GPTConfig
-from training.checkpoint import link_or_copy, load_checkpoint, load_weights, save_checkpoint
+from training.checkpoint.file import link_or_copy, load_checkpoint, load_weights, save_checkpoint
 
 resource = pytest.importorskip('resource')  # not on Windows
 

@@ -15,9 +15,10 @@ from common.errors import UserError
 from tests.helpers.mechanisms import CHANGES
 from tests.programs.support import (
     FULL_STACK, VANILLA, flags, load, losses, metrics, run_train, start_program)
-from training.checkpoint_manager import peek
+from training.checkpoint.manager import peek
 from training.device import multiplies_bfloat16
-from training.distributed import Ranks, resumed_after_restart
+from training.loop.resume import resumed_after_restart
+from training.parallel.distributed import Ranks
 
 SIX_STEPS = dict(gradient_accumulation_steps=4, max_iters=5, eval_interval=3, eval_iters=3)
 if multiplies_bfloat16():  # 'auto' would be bfloat16, whose rounding depends on the batch size
@@ -39,7 +40,7 @@ def step(run):
         hook.remove()
 train.Run.step = step
 '''  # on one rank, in its first micro-batch only; the gradients stay finite
-SMALL_CHUNKS = "import training.loss; training.loss.CHUNK_BYTES = {'cpu': 4 * 12 * 9}\n"
+SMALL_CHUNKS = "import training.step.loss; training.step.loss.CHUNK_BYTES = {'cpu': 4 * 12 * 9}\n"
 SHORT_STACK = dict(FULL_STACK, n_layer=4, layer_pattern='LLG', kv_share='AAB')
 KILL = '''
 import os, signal, train

@@ -11,7 +11,7 @@ from common.errors import UserError
 from interop import evaluate, export
 from model import GPT
 from tests.programs.support import ALPHABET, flags, load
-from training.checkpoint import config_of
+from training.checkpoint.file import config_of
 
 TEXT = 'abcdefghij\n ' * 6 + 'abc jihg\nfedcba'
 

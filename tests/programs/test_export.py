@@ -18,7 +18,7 @@ from model import GPT
 from tests.helpers.models import full_logits
 from tests.programs.support import (
     ALPHABET, FULL_STACK, ROOT, VANILLA, load, run_sample, run_train)
-from training.checkpoint import config_of
+from training.checkpoint.file import config_of
 
 SHAPES = {'vanilla': dict(VANILLA, bias=False, gelu='tanh', dropout=0.1, mlp_hidden=24),
           'full': FULL_STACK, 'mechanisms': dict(

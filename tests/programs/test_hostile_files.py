@@ -29,9 +29,9 @@ from interop.tokenizer_files import tokenizer_in
 from kv.models.config import read_config
 from model import GPT
 from tests.programs.support import flags, meta_of
-from training.checkpoint import read_file, tokens_id
-from training.checkpoint_manager import load_to_resume, peek
-from training.load_model import model_of
+from training.checkpoint.file import read_file, tokens_id
+from training.checkpoint.manager import load_to_resume, peek
+from training.checkpoint.load_model import model_of
 
 resource = pytest.importorskip('resource')  # not on Windows
 SECONDS, MEMORY = 5, 500 * 2 ** 20

@@ -15,7 +15,7 @@ from interop import convert
 from model import GPT
 from tests.programs.support import (
     ALPHABET, FULL_STACK, VANILLA, flags, load, metrics, run_sample, run_train)
-from training.checkpoint import load_checkpoint
+from training.checkpoint.file import load_checkpoint
 
 
 @pytest.fixture

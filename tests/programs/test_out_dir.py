@@ -10,7 +10,7 @@ import sample
 from common.errors import UserError
 from common.folder_lock import only_writer
 from tests.programs.support import contents, flags, metrics, run_train
-from training.batches import TokenBatches
+from training.loop.batches import TokenBatches
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from tests.helpers.mechanisms import CHANGES
 from tests.programs.support import (
     NANOGPT_FORMS, FULL_STACK, HARD, TINY, VANILLA, assert_same_weights, contents, flags, load,
     losses, metrics, raise_signal, run_sample, run_train, start_program)
-from training.batches import TokenBatches
+from training.loop.batches import TokenBatches
 
 
 def evaluations(folder):

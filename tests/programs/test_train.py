@@ -9,7 +9,7 @@ import train
 from common.gpt_config import GPTConfig
 from model import GPT
 from tests.programs.support import FULL_STACK, VANILLA, load, run_train
-from training.flops import flops_per_token
+from training.step.flops import flops_per_token
 
 NANOGPT_KEYS = {'model', 'optimizer', 'model_args', 'iter_num', 'best_val_loss', 'config'}
 # on a CPU in float32: no loss scale, and no known peak for MFU
@@ -46,10 +46,10 @@ def test_log_lines_are_nanogpts(tmp_path, capsys):
 def test_log_lines_end_with_mfu_on_cuda_and_pace_elsewhere(tmp_path, capsys, monkeypatch):
     """The time left does not count a slow first iteration. MFU is of the device's peak, if that is
     known."""
-    monkeypatch.setattr('training.run.peak_tflops', lambda name, dtype: 0.5)
+    monkeypatch.setattr('training.loop.run.peak_tflops', lambda name, dtype: 0.5)
     assert train.pace_words(torch.device('cuda', 1), -1.0, 12345.6, 4000.4) == 'mfu -100.00%'
     seconds = iter([1000.0] + [1.0] * 50)
-    monkeypatch.setattr(train.Pace, 'read', lambda pace: next(seconds))
+    monkeypatch.setattr(train.StepClock, 'read', lambda clock: next(seconds))
     rows = run_train(tmp_path, max_iters=5, eval_interval=100).rows
     flops = sum(flops_per_token(GPT(GPTConfig(**VANILLA_ARGS))))
     for row in rows:

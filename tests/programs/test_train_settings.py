@@ -4,10 +4,10 @@ import re
 import pytest
 import torch
 
-import training.loss
+import training.step.loss
 from common.errors import UserError
 from tests.programs.support import FULL_STACK, VANILLA, load, losses, run_train
-from training import batches
+from training.loop import batches
 
 
 @pytest.mark.parametrize('trained_with, wanted', [
@@ -69,7 +69,7 @@ def test_with_a_data_seed_batches_do_not_depend_on_the_weights(tmp_path, monkeyp
 @pytest.mark.parametrize('config, dtype', [(FULL_STACK, 'bfloat16'), (VANILLA, 'float16')])
 def test_half_precision_stays_near_float32_and_keeps_its_state_there(tmp_path, monkeypatch,
                                                                      config, dtype):
-    monkeypatch.setattr(training.loss, 'CHUNK_BYTES', {'cpu': 4 * 12 * 16})  # several chunks
+    monkeypatch.setattr(training.step.loss, 'CHUNK_BYTES', {'cpu': 4 * 12 * 16})  # several chunks
     settings = dict(config, max_iters=2, eval_interval=2, gradient_accumulation_steps=2)
     scale = 65536.0 if dtype == 'float16' else None
     exact = run_train(tmp_path / 'a', settings, dtype='float32').rows

@@ -7,8 +7,8 @@ import torch
 from common.errors import UserError
 from common.gpt_config import GPTConfig, model_args
 from model import GPT
-from training.adapt import adapt, adapted_config, differences
-from training.optim import load_optimizer
+from training.checkpoint.adapt import adapt, adapted_config, differences
+from training.step.optim import load_optimizer
 
 WPE = 'transformer.wpe.weight'
 SHAPE = dict(block_size=16, vocab_size=11, n_layer=2, n_head=2, n_embd=8)

@@ -9,7 +9,7 @@ from kv.plan import Layer
 from model import GPT, GPTConfig
 from tests.helpers.mechanisms import CHANGES, STACK
 from tests.helpers.models import FULL_STACK
-from training.flops import achieved, estimate_mfu, flops_per_token, peak_tflops
+from training.step.flops import achieved, estimate_mfu, flops_per_token, peak_tflops
 
 VANILLA = dict(block_size=8, vocab_size=11, n_layer=2, n_head=2, n_embd=4)
 

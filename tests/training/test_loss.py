@@ -3,8 +3,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import training.loss
-from training.loss import cross_entropy, linear_cross_entropy
+import training.step.loss
+from training.step.loss import cross_entropy, linear_cross_entropy
 
 C, V = 16, 37
 # 3 rows per chunk: one chunk, one row more, several chunks, a remainder
@@ -14,8 +14,8 @@ ROWS = pytest.mark.parametrize('n', [3, 4, 6, 20])
 @pytest.fixture(autouse=True)
 def three_rows(monkeypatch):
     """Use chunks of 3 rows, except with torch.compile, and parts of 16 words with a remainder."""
-    monkeypatch.setattr(training.loss, 'CHUNK_BYTES', {'cpu': 4 * V * 3})
-    monkeypatch.setattr(training.loss, 'WORDS', 16)
+    monkeypatch.setattr(training.step.loss, 'CHUNK_BYTES', {'cpu': 4 * V * 3})
+    monkeypatch.setattr(training.step.loss, 'WORDS', 16)
 
 
 def problem(n, dtype=torch.float64, ignored=()):
@@ -58,7 +58,7 @@ def test_it_never_holds_all_logits(monkeypatch, grad):
     def spy(x, w):
         seen.append(len(x))
         return linear(x, w)
-    monkeypatch.setattr(training.loss.F, 'linear', spy)
+    monkeypatch.setattr(training.step.loss.F, 'linear', spy)
     with torch.set_grad_enabled(grad):
         loss = linear_cross_entropy(*problem(20))
     assert seen == [3] * 6 + [2] and loss.requires_grad == grad
@@ -113,7 +113,7 @@ def test_float16_keeps_small_gradients_for_the_loss_scale(monkeypatch):
     """With a large vocabulary most gradients underflow in float16 unless the loss is scaled."""
     torch.manual_seed(0)
     x, w, y = torch.randn(600, 16), 0.02 * torch.randn(10000, 16), torch.randint(50, (600,))
-    monkeypatch.setitem(training.loss.CHUNK_BYTES, 'cpu', 40000 * 100)
+    monkeypatch.setitem(training.step.loss.CHUNK_BYTES, 'cpu', 40000 * 100)
     found = {}
     for form in ('truth', 'whole', 'chunked'):
         a, b = x.clone().requires_grad_(), w.clone().requires_grad_()

@@ -10,15 +10,17 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-import training.loss
+import training.step.loss
 from common.gpt_config import GPTConfig
 from model import GPT
 from tests.helpers.mechanisms import CHANGES
-from training import native
+from training.native.loading import library
+from training.native.modules import speed_up
 from training.device import autocast
-from training.loss import linear_cross_entropy
-from training.memory import main, measure, predict
-from training.recompute import set_recompute
+from training.step.loss import linear_cross_entropy
+from training.memory.__main__ import main
+from training.memory.measure import measure, predict
+from training.memory.recompute import set_recompute
 
 V, T, B, C, L = 500, 64, 2, 32, 2
 BASE = dict(n_layer=L, n_head=4, n_embd=C, block_size=T, vocab_size=V, bias=False, dropout=0.0)
@@ -34,7 +36,7 @@ F32, BF16, CPU = torch.float32, torch.bfloat16, torch.device('cpu')
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
     # 50 of the 128 tokens at a time
-    monkeypatch.setitem(training.loss.CHUNK_BYTES, 'cpu', 50 * V * 4)
+    monkeypatch.setitem(training.step.loss.CHUNK_BYTES, 'cpu', 50 * V * 4)
 
 
 def predicted(config, torch_dtype=F32, accumulate=False, **changes):
@@ -75,7 +77,7 @@ def allocated(model, dtype):
     (SHAPES['full'] | CHANGES['many'], F32, True, False, ('none', 'block'))])
 def test_predicted_is_measured_and_near_what_the_allocator_says(
         config, dtype, chunked, in_cpp, policies, monkeypatch):
-    if in_cpp and native.library() is None:
+    if in_cpp and library() is None:
         pytest.skip('it needs a C++ compiler')
     monkeypatch.setattr(torch.backends.mkldnn, 'enabled', False)  # its matmuls have buffers
     config = GPTConfig(**config)
@@ -86,7 +88,7 @@ def test_predicted_is_measured_and_near_what_the_allocator_says(
         set_recompute(model, policy)
         model.loss_fn = linear_cross_entropy if chunked else None
         if in_cpp:
-            native.speed_up(model)
+            speed_up(model)
         m = measure(model, batch(), autocast(CPU, dtype))
         assert predictions[policy] == m
         assert m.peak > m.parameters + m.optimizer + m.activations > 0
@@ -113,7 +115,7 @@ FLAGS = ['--n_layer=2', '--n_head=2', '--n_embd=32', '--block_size=32', '--batch
 
 def test_the_program_prints_predictions(capsys, monkeypatch):
     # its vocabulary is GPT-2's: the same 50 tokens at a time, not one
-    monkeypatch.setitem(training.loss.CHUNK_BYTES, 'cpu', 50 * 50304 * 4)
+    monkeypatch.setitem(training.step.loss.CHUNK_BYTES, 'cpu', 50 * 50304 * 4)
     main([*FLAGS, '--recompute=every:2', '--json=True'])
     out = capsys.readouterr().out
     document = json.loads(out.splitlines()[-1])

@@ -17,10 +17,11 @@ from attention.rope import RotaryTable, apply_rope
 from common.gpt_config import GPTConfig
 from model import GPT
 from tests.helpers.models import FULL_STACK, VOCAB
-from training import loss, native
-from training.recompute import set_recompute
+from training.step import loss
+from training.memory.recompute import set_recompute
+from training.native import loading, modules
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason='it needs a C++ compiler')
+pytestmark = pytest.mark.skipif(loading.library() is None, reason='it needs a C++ compiler')
 
 
 def results(f, inputs, dtype, grad):
@@ -56,7 +57,7 @@ def test_attention_is_what_float64_gives(B, H, n_kv_head, D, T, window, with_sin
 
     def of(attend):
         return lambda q, k, v, sink: attend(q, k, v, window=window, sink=sink)
-    assert_as_close_as_torch(of(native.attend), of(causal_attention), of(math_attention),
+    assert_as_close_as_torch(of(modules.attend), of(causal_attention), of(math_attention),
                              (q, k, v, sink), margin=4.0, dtype=dtype)
 
 
@@ -79,16 +80,16 @@ def test_weights_far_below_the_largest_are_exactly_0():
     for value in (0, 1e37):
         v[:, :, 0] = value
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-        y = native.attend(*inputs)[:, :, 7:]
+        y = modules.attend(*inputs)[:, :, 7:]
         y.sum().backward()
         found.append((y, *(x.grad for x in inputs)))
     assert all(map(torch.equal, *found))
     logits = torch.zeros(2, 40).index_fill_(1, torch.arange(3, 38), -90.0)
-    native.softmax_gradients(logits, torch.tensor([0, 39]), -1, True)
+    modules.softmax_gradients(logits, torch.tensor([0, 39]), -1, True)
     assert not logits[:, 3:38].any() and logits[:, :3].all()
     for approximate in ('none', 'tanh'):
         x = torch.linspace(-60, -14, 99).requires_grad_()
-        native.GELU(approximate)(x).sum().backward()
+        modules.GELU(approximate)(x).sum().backward()
         assert not x.grad.any()
 
 
@@ -98,7 +99,7 @@ def test_dropout_drops_the_same_weights_in_both_passes():
     q, k = torch.randn(B, H, T, D), torch.randn(B, 1, T, D)
     eye = torch.eye(T).expand(B, 1, T, T)  # as V it shows the weights
     torch.manual_seed(5)
-    dropped = native.attend(q, k, eye, window, p)
+    dropped = modules.attend(q, k, eye, window, p)
     plain = causal_attention(q, k, eye, window)
     kept = dropped != 0
     seen = dense_mask(T, T, window).expand_as(kept)
@@ -118,7 +119,7 @@ def test_dropout_drops_the_same_weights_in_both_passes():
 
     def ours(q, k, v):
         torch.manual_seed(5)
-        return native.attend(q, k, v, window, p)
+        return modules.attend(q, k, v, window, p)
     pairs = zip(results(ours, (q, k, v), torch.float32, grad),
                 results(exact, (q, k, v), torch.float64, grad), strict=True)
     assert max(float((a - b).abs().max()) for a, b in pairs) < 1e-5
@@ -133,7 +134,7 @@ def test_gelu_is_what_float64_gives(tanh, dtype):
     torch.manual_seed(0)
     plain = torch.nn.GELU('tanh' if tanh else 'none')
     ours = copy.copy(plain)
-    ours.__class__ = native.GELU
+    ours.__class__ = modules.GELU
     for x in (torch.randn(5003) * 3, torch.linspace(-30, 30, 1000), torch.randn(3)):
         assert_as_close_as_torch(ours, plain, plain, (x,), dtype=dtype)
     special = torch.tensor([0.0, torch.inf, torch.nan, 100.0, -100.0], dtype=dtype)
@@ -161,7 +162,7 @@ def test_norm_and_rotation_are_what_float64_gives(D, rotate, dtype):
         y = wide(x)
         y = y * (y.square().mean(-1, keepdim=True) + norm.eps).rsqrt() * norm.weight
         return (apply_rope(y, *rope) if rope else y).to(x.dtype)
-    assert_as_close_as_torch(of(native.normed_and_rotated), of(plain), of(plain), (x, gain),
+    assert_as_close_as_torch(of(modules.normed_and_rotated), of(plain), of(plain), (x, gain),
                              dtype=dtype)
 
 
@@ -176,7 +177,7 @@ def test_cross_entropy_is_what_float64_gives(N, V):
         return F.cross_entropy(x @ weight.T, targets, ignore_index=-1)
 
     def ours(x, weight):
-        return loss.linear_cross_entropy(x, weight, targets, gradients=native.softmax_gradients)
+        return loss.linear_cross_entropy(x, weight, targets, gradients=modules.softmax_gradients)
     assert_as_close_as_torch(ours, plain, plain, (x, weight))
     with torch.no_grad():
         assert ours(x, weight) == pytest.approx(plain(x, weight).item(), rel=1e-6)
@@ -198,7 +199,7 @@ def test_cross_entropy_of_bfloat16_is_that_of_its_numbers_in_float64(V):
     exact = logits.double().requires_grad_()
     wanted = F.cross_entropy(exact, targets, ignore_index=-1, reduction='sum')
     wanted.backward()
-    total, gradients = native.softmax_gradients(logits, targets, -1, True)
+    total, gradients = modules.softmax_gradients(logits, targets, -1, True)
     assert total.dtype == torch.float32 and total.item() == pytest.approx(wanted.item(), rel=1e-6)
     assert gradients is logits
     torch.testing.assert_close(gradients.double(), exact.grad, rtol=2 ** -8, atol=1e-9)
@@ -207,9 +208,9 @@ def test_cross_entropy_of_bfloat16_is_that_of_its_numbers_in_float64(V):
 def test_sums_of_bfloat16_are_added_in_float32():
     total, part = torch.randn(5, 7), torch.randn(5, 7).bfloat16()
     wanted = total + part
-    native.add_in_place(total, part)
+    modules.add_in_place(total, part)
     assert torch.equal(total, wanted)
-    native.add_in_place(total.t(), part.t())  # not contiguous
+    modules.add_in_place(total.t(), part.t())  # not contiguous
     assert torch.equal(total, wanted + part)
 
 
@@ -221,8 +222,8 @@ def test_an_embedding_shares_the_gradient_of_its_own_loss_only():
         embedding, other = torch.nn.Embedding(9, 4), torch.nn.Parameter(torch.randn(9, 4))
         loss_of = loss.linear_cross_entropy
         if fast:
-            embedding.__class__ = native.Embedding
-            loss_of = functools.partial(native.linear_cross_entropy, embedding)
+            embedding.__class__ = modules.Embedding
+            loss_of = functools.partial(modules.linear_cross_entropy, embedding)
         total = 0
         for use in uses:
             idx, targets = torch.randint(9, (2, 3)), torch.randint(9, (6,))
@@ -276,7 +277,7 @@ def test_models_train_as_in_plain_torch(name):
     model.loss_fn = loss.linear_cross_entropy
     T = model.config.block_size
     plain = losses_and_gradients(model, T)
-    native.speed_up(model)
+    modules.speed_up(model)
     found = losses_and_gradients(model, T)
     torch.testing.assert_close(found[0], plain[0], atol=1e-6, rtol=1e-6)
     for key, grad in plain[1].items():
@@ -295,7 +296,7 @@ def test_every_operator_is_used():
             return func(*args, **(kwargs or {}))
     model, found = GPT(GPTConfig(**FULL_STACK)), Counter()
     model.loss_fn = loss.linear_cross_entropy
-    native.speed_up(model)
+    modules.speed_up(model)
     with Names():
         losses_and_gradients(model, 32, 'selective')
     n = model.config.n_layer
@@ -309,7 +310,7 @@ def test_every_operator_is_used():
 def test_what_it_does_not_take_is_torchs():
     model = GPT(GPTConfig(**FULL_STACK)).double()
     plain = losses_and_gradients(model, 32)
-    native.speed_up(model)
+    modules.speed_up(model)
     value, grads = losses_and_gradients(model, 32)
     assert value == plain[0] and all(torch.equal(grads[key], x) for key, x in plain[1].items())
 
@@ -320,11 +321,11 @@ def test_attention_of_an_unknown_field_is_torchs_and_other_activations_stay(monk
     field = GPTConfig.__dataclass_fields__['attn_gate']
     monkeypatch.setattr(field, 'metadata', {**field.metadata, 'known': ()})
     for model in (known, unknown):
-        native.speed_up(model)
-    assert [type(block.mlp.gelu) for block in known.transformer.h[:2]] == [native.GELU,
+        modules.speed_up(model)
+    assert [type(block.mlp.gelu) for block in known.transformer.h[:2]] == [modules.GELU,
                                                                           torch.nn.SiLU]
     attends = [model.transformer.h[0].attn.attend for model in (known, unknown)]
-    assert attends == [native.attend, causal_attention]
+    assert attends == [modules.attend, causal_attention]
 
 
 @pytest.mark.parametrize('dtype, device, compiled, wanted', [
@@ -332,20 +333,20 @@ def test_attention_of_an_unknown_field_is_torchs_and_other_activations_stay(monk
     ('float32', 'cpu', False, False), ('float16', 'cpu', False, False),
     ('auto', 'cpu', True, False), ('auto', 'cuda', False, False)])
 def test_who_uses_it_and_where_auto_is_bfloat16(monkeypatch, dtype, device, compiled, wanted):
-    s, device = SimpleNamespace(dtype=dtype, compile=compiled), torch.device(device)
-    assert native.wanted(s, device) == wanted
+    device = torch.device(device)
+    assert loading.wanted(dtype, compiled, device) == wanted
     if dtype == 'auto' and device.type == 'cpu':
         for multiplied in (False, True):
-            monkeypatch.setattr(native, 'multiplies_bfloat16', lambda found=multiplied: found)
-            assert native.training_dtype(s, device) == DTYPES[wanted and multiplied]
+            monkeypatch.setattr(loading, 'multiplies_bfloat16', lambda found=multiplied: found)
+            chosen = loading.training_dtype(dtype, compiled, device)
+            assert chosen == DTYPES[wanted and multiplied]
 
 
 def test_without_a_compiler_training_is_torchs_with_one_note(monkeypatch, capsys):
-    native.library.cache_clear()
+    loading.library.cache_clear()
     monkeypatch.setenv('CXX', 'no-such-compiler')
     try:
-        s = SimpleNamespace(dtype='auto', compile=False)
-        assert not any(native.wanted(s, torch.device('cpu')) for _ in range(2))
+        assert not any(loading.wanted('auto', False, torch.device('cpu')) for _ in range(2))
         assert capsys.readouterr().err.count('Note: no C++ extension') == 1
     finally:
-        native.library.cache_clear()
+        loading.library.cache_clear()

@@ -8,10 +8,10 @@ import torch
 from model import GPT, GPTConfig
 from tests.helpers.mechanisms import CHANGES, STACK
 from tests.helpers.optim import assert_equal, backward, model_of, settings, step, weights
-from training import optim
-from training.optim import (
+from training.step import optim
+from training.step.optim import (
     cooldown, learning_rate_at, make_optimizer, set_learning_rate, state_bytes)
-from training.update import GuardedUpdate
+from training.step.update import GuardedUpdate
 
 
 def guarded(optimizer, grad_clip):

@@ -11,9 +11,9 @@ import torch
 from common.errors import UserError
 from common.sizes import physical_memory
 from model import GPT, GPTConfig
-from training.checkpoint import rng_state, save_checkpoint, set_rng_state
+from training.checkpoint.file import rng_state, save_checkpoint, set_rng_state
 from training.device import keep_freed_memory, memory_use, pick_device, pick_dtype
-from training.optim import configure_optimizers
+from training.step.optim import configure_optimizers
 
 CPU, F32 = torch.device('cpu'), torch.float32
 

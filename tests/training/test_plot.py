@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from common.errors import UserError
-from training import plot
-from training.log import RunLog
-from training.plot import UNITS, read_run
+from training.plot import __main__ as plot
+from training.loop.log import RunLog
+from training.plot.__main__ import UNITS, read_run
 
 PNG = b'\x89PNG\r\n\x1a\n'
 

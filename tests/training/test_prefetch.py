@@ -11,7 +11,7 @@ import torch
 
 from common.errors import UserError
 from data.making.writer import TokenWriter
-from training.batches import Prefetched, TokenBatches
+from training.loop.batches import Prefetched, TokenBatches
 from tests.helpers.datasets import write_dataset
 
 CPU = torch.device('cpu')
@@ -126,7 +126,7 @@ def test_a_process_that_ends_while_its_thread_is_at_work_ends_well(tmp_path):
     """torch in a separate thread would abort it at interpreter shutdown."""
     program = """if True:
         import torch
-        from training.batches import Prefetched
+        from training.loop.batches import Prefetched
         class Endless:
             state, device, evaluation = None, torch.device('cpu'), None
             def next(self):

@@ -7,15 +7,15 @@ import torch
 import torch._dynamo
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import training.loss
-import training.recompute
+import training.step.loss
+import training.memory.recompute
 from common.errors import UserError
 from model import GPT, GPTConfig
 from tests.helpers.mechanisms import CHANGES, STACK
 from tests.helpers.models import FULL_STACK, VOCAB, tokens
-from training.loss import linear_cross_entropy
-from training.recompute import ATTENTION, MATMULS, Recompute, set_recompute
-from training.run import prepare
+from training.step.loss import linear_cross_entropy
+from training.memory.recompute import ATTENTION, MATMULS, Recompute, set_recompute
+from training.step.kernels import prepare
 
 aten = torch.ops.aten
 POLICIES = ('block', 'every:2', 'sqrt', 'mlp', 'selective', 'offload')
@@ -27,14 +27,14 @@ ALL_SHAPES = SHAPES | {name: STACK | changes for name, changes in CHANGES.items(
 
 @pytest.fixture(autouse=True)
 def _small_enough_to_chunk_and_to_move(monkeypatch):
-    monkeypatch.setattr(training.loss, 'CHUNK_BYTES', {'cpu': 4 * VOCAB * 13})
-    monkeypatch.setattr(training.recompute, 'SMALLEST', 0)
+    monkeypatch.setattr(training.step.loss, 'CHUNK_BYTES', {'cpu': 4 * VOCAB * 13})
+    monkeypatch.setattr(training.memory.recompute, 'SMALLEST', 0)
 
 
 @pytest.fixture
 def moved(recorded):
     """List of what is unpacked: what was copied to host memory is no tensor."""
-    return recorded(training.recompute, '_unpack', lambda packed: packed)
+    return recorded(training.memory.recompute, '_unpack', lambda packed: packed)
 
 
 def copied(moved):

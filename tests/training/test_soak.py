@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from tests.programs.support import HARD, LAUNCH, TINY, flags, make_tiny
-from training.checkpoint import load_checkpoint
-from training.checkpoint_manager import peek
-from training.log import read_metrics
+from training.checkpoint.file import load_checkpoint
+from training.checkpoint.manager import peek
+from training.loop.log import read_metrics
 
 KILLS = int(os.environ.get('KILLS', 3))
 EVERY = 10  # iterations between checkpoints

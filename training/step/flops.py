@@ -35,12 +35,9 @@ def flops_per_token(model) -> tuple[float, float]:
         attention  12 * H * D * (sum over layers of the mean number of keys that a query sees)
 
     Six is two forward and four backward (the gradients of input and weight each cost as much as the
-    forward pass). Twelve is six each for the scores and for the weighted sum of values. The number
-    of key/value heads does not appear: fewer heads make K and V cheaper to compute and store, not
-    to read. Embedding lookups need no arithmetic; norms, biases, GELU and softmax are ignored, as
-    usual.
-
-    These are *model* FLOPs; the hardware does more (full blocks of a mask, recomputation).
+    forward pass). Twelve is six each for the scores and for the weighted sum of values. Norms,
+    biases, GELU and softmax are ignored, and what the hardware does beside (blocks of a mask,
+    recomputation).
     Source: PaLM (Chowdhery et al. 2022), appendix B, without its "every query sees T keys".
     """
     plan, T = model.plan, model.config.block_size

@@ -62,10 +62,9 @@ def plain_log_ticks(axis, low, high, subs=(1, 2, 5)):
 
 
 def name_points(axis, points):
-    """Write names next to points (x, y, name, colour, far), the first ones first. A name that would
-    cover another name or a point is moved up or down, with a line to its point, by at most `far`
-    (in 1/72 inch); if there is no room it is omitted. Call it when the axes have their final limits
-    and scales."""
+    """Write names next to points (x, y, name, colour, far). A name that would cover another name or
+    a point is moved up or down, with a line to its point, by at most `far` (in 1/72 inch), or
+    omitted. Call it when the axes have their final limits and scales."""
     from matplotlib.transforms import Bbox
     renderer = axis.figure.canvas.get_renderer()
     pixels = axis.transData.transform([point[:2] for point in points])

@@ -18,7 +18,7 @@ from common.gpt_config import GPTConfig
 from common.removed import COMMIT, removed
 from data.plain_pickle import check_archive, check_sums
 from kv.weights import EMBEDDING, HEAD, MASKS
-from training.checkpoint_pickle import PickleChecker
+from training.checkpoint.pickle_checker import PickleChecker
 
 REQUIRED = {'model': dict, 'model_args': dict, 'iter_num': int,
             'best_val_loss': (torch.Tensor, float, int), 'config': dict}
@@ -33,12 +33,8 @@ RUN = re.compile(r'[0-9a-f]{32}')  # a run's id; it becomes part of names
 
 
 def save_checkpoint(path: Path, checkpoint: dict, before_replace=lambda: None) -> None:
-    """Write a temporary file, flush it to disk, then rename it: after a crash there is
-    either the old checkpoint or the new one. Raises UserError if the disk is full or the folder not
-    writable; the old checkpoint is then intact.
-
-    before_replace: called when the new file is complete, before it replaces the old one.
-    """
+    """Write a temporary file, flush it to disk, then rename it, so that a crash leaves the old or
+    the new one. Raises UserError if that fails. before_replace: called before the renaming."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for stale in path.parent.glob(f'.{path.stem}*.tmp'):  # left by a killed process
@@ -54,8 +50,7 @@ def save_checkpoint(path: Path, checkpoint: dict, before_replace=lambda: None) -
 
 
 def link_or_copy(path: Path, target: Path) -> None:
-    """Make `target`, in the same folder, a hard link to `path`, replacing it atomically. Without
-    hard links it becomes a copy, flushed to disk before it is renamed."""
+    """Replace `target`, in the same folder, by a hard link to `path` or a copy, atomically."""
     with replacing(target) as temporary:
         try:
             os.link(path, temporary)
@@ -74,8 +69,8 @@ def _synced(path):
 
 
 def read_file(path: Path, mmap: bool = False):
-    """Return what torch.save wrote to a file. mmap: do not read the tensors yet. Raises an error of
-    nearly any type if the file is damaged, or takes much longer to read than its size suggests."""
+    """Return what torch.save wrote. mmap: do not read the tensors yet. Raises an error of nearly
+    any type if the file is damaged, or takes much longer to read than its size suggests."""
     pickles, sizes = check_archive(path)
     for data in pickles:
         PickleChecker(data, sizes).load()
@@ -88,9 +83,8 @@ def read_file(path: Path, mmap: bool = False):
 
 
 def load_checkpoint(path: Path) -> dict:
-    """Load a checkpoint (ours, nanoGPT's, or that of a fork) from `path`. The weights get the names
-    of `GPT`: without the prefixes of wrappers, and without causal masks. Raises UserError if the
-    file is missing, damaged, or not a checkpoint."""
+    """Load a checkpoint (ours, nanoGPT's, or a fork's), with the weights named as in `GPT`. Raises
+    UserError if the file is missing, damaged, or not a checkpoint."""
     if not path.is_file():
         raise UserError(f'no checkpoint at {path}: train first, or point --out_dir at a folder '
                         'with a ckpt.pt')
@@ -107,12 +101,12 @@ def load_checkpoint(path: Path) -> dict:
     if missing := [key for key in REQUIRED if key not in has]:
         raise UserError(f'checkpoint {path} lacks {", ".join(missing)}: '
                         f'it needs {", ".join(REQUIRED)}')
-    kinds = REQUIRED | {key: kind for key, kind in OPTIONAL.items() if key in checkpoint}
-    for key, kind in kinds.items():
+    for key, kind in (REQUIRED | OPTIONAL).items():
+        if key not in checkpoint:
+            continue
         value = checkpoint[key]
-        wrong = (not isinstance(value, kind) or (torch.is_tensor(value) and value.numel() != 1)
-                 or (key == 'iter_num' and not 0 <= value < 2 ** 63))
-        if wrong:
+        if (not isinstance(value, kind) or (torch.is_tensor(value) and value.numel() != 1)
+                or (key == 'iter_num' and not 0 <= value < 2 ** 63)):
             raise UserError(f'checkpoint {path}: invalid {key} {shown(value)}')
     for name in ('dataset', 'optimizer', 'data_order'):
         if not isinstance(value := checkpoint['config'].get(name, ''), str):
@@ -162,9 +156,6 @@ def _tie(path: Path, weights: dict) -> None:
     if head is None and torch.is_tensor(embedding):
         weights[HEAD] = embedding
     if not all(map(torch.is_tensor, (head, embedding))) or head.shape != embedding.shape:
-        return
-    # tensors that repeat a few elements may be huge: `load_model.check_weights` refuses them
-    if any(x.nbytes > x.untyped_storage().nbytes() for x in (head, embedding)):
         return
     # weights that have diverged hold NaN, which equals nothing
     if not torch.equal(head.nan_to_num(), embedding.nan_to_num()):

@@ -15,8 +15,8 @@ import numpy as np
 
 from common.errors import UserError
 from configurator import run_program
-from training.log import read_metrics
-from training.plotting import COLOURS, save, subplots
+from training.loop.log import read_metrics
+from training.plot.figures import COLOURS, save, subplots
 
 COLUMNS = 'iter', 'loss', 'val_loss', 'time_ms', 'tokens_per_second'
 UNITS = {'iter': ('iteration', 1), 'tokens': ('training tokens (millions)', 1e6),
@@ -24,9 +24,8 @@ UNITS = {'iter': ('iteration', 1), 'tokens': ('training tokens (millions)', 1e6)
 
 
 def read_run(folder: str, x: str = 'iter') -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Read `folder`/metrics.jsonl. Returns x (iterations, tokens or seconds before each loss was
-    measured), the losses and the validation losses: float64 of equal length, NaN where there is
-    none. Raises UserError if the file has no such curves."""
+    """Read `folder`/metrics.jsonl: x (iterations, tokens or seconds before each loss was measured),
+    losses and validation losses, NaN where there is none. UserError if it has no such curves."""
     path = Path(folder) / 'metrics.jsonl'
     rows = ([math.nan if row.get(name) is None else float(row[name]) for name in COLUMNS]
             for row in read_metrics(path))
@@ -50,8 +49,7 @@ def read_run(folder: str, x: str = 'iter') -> tuple[np.ndarray, np.ndarray, np.n
 
 
 def draw(folders: list[str], path: Path, x: str = 'iter') -> None:
-    """Write the figure. Raises UserError if matplotlib is missing, `path` cannot be written (or has
-    an unknown suffix), or a run did not log the values needed for `x`."""
+    """Write the figure. Raises UserError as `read_run`, `subplots` and `save` do."""
     runs, (label, unit) = [read_run(folder, x) for folder in folders], UNITS[x]
     with subplots(figsize=(8, 5), layout='constrained') as (figure, axis):
         for folder, colour, (at, loss, val_loss) in zip(folders, itertools.cycle(COLOURS), runs):

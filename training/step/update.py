@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from training.fsdp import full
+from training.parallel.fsdp import full
 
 HEALTHY_SCALE = 1.0  # overflows at a larger loss scale are normal: the scaler is still adapting
 
@@ -23,31 +23,20 @@ def propagate_nonfinite(loss: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Updates:
-    """Counts from a `GuardedUpdate`, as plain numbers.
-
-    skipped: total iterations without a step; new: those since the last read; latest: the last one
-    (-1: none). in_row: the most recent consecutive ones that count against `max_skipped`.
-    grad_norm: the last iteration's, unscaled, before clipping. loss_scale: None without a scaler.
-    finite_loss: this rank's loss in the last iteration that was not skipped (NaN: none).
-    """
-    skipped: int
-    new: int
-    latest: int
-    in_row: int
-    grad_norm: float
-    loss_scale: float | None
-    finite_loss: float
+    """Counts from a `GuardedUpdate`, as plain numbers."""
+    skipped: int               # iterations without a step
+    new: int                   # those since the last read
+    latest: int                # the last one; -1 = none
+    in_row: int                # the latest consecutive ones that count against `max_skipped`
+    grad_norm: float           # of the last iteration, unscaled, before clipping
+    loss_scale: float | None   # None without a scaler
+    finite_loss: float         # of this rank, in the last iteration not skipped; NaN = none
 
 
 class GuardedUpdate:
-    """Unscales and clips the gradients, and steps the optimizer if they are finite.
-
-    A skipped iteration counts against `max_skipped` only once the loss scale is down to
-    `HEALTHY_SCALE`: from the initial 65536 it takes 16 skipped iterations to get there.
-
-    scaler: torch.amp.GradScaler, enabled for float16 only. grad_clip: maximum norm of all gradients
-    together; 0 = unlimited.
-    """
+    """Unscales and clips the gradients, and steps the optimizer if they are finite. A skipped
+    iteration counts against `max_skipped` only once the loss scale, initially 65536, is down to
+    `HEALTHY_SCALE`. scaler: torch.amp.GradScaler. grad_clip: maximum norm; 0 = unlimited."""
 
     def __init__(self, optimizer, scaler, grad_clip: float, device: torch.device):
         self.optimizer, self.scaler, self.grad_clip = optimizer, scaler, grad_clip
@@ -90,7 +79,8 @@ class GuardedUpdate:
                        self.finite_loss.item())
 
 
-def broken(updates: Updates, iter_num: int, loss: float, lr: float, s, saved) -> str:
+def broken(updates: Updates, iter_num: int, loss: float, lr: float, grad_clip: float,
+           max_skipped: int, saved) -> str:
     """Return the error message of a failed run. saved: path of its checkpoint, or None."""
     what = f'loss is {loss}'
     if math.isfinite(loss):
@@ -100,8 +90,8 @@ def broken(updates: Updates, iter_num: int, loss: float, lr: float, s, saved) ->
     if math.isnan(updates.finite_loss):
         last = 'no loss was finite yet'
     state = f'{saved} has the last saved state' if saved else 'nothing has been saved yet'
-    clip = f'grad_clip below {s.grad_clip:g}' if s.grad_clip else 'grad_clip=1 (it is off)'
+    clip = f'grad_clip below {grad_clip:g}' if grad_clip else 'grad_clip=1 (it is off)'
     return (f'iteration {iter_num}: the {what}, and {updates.in_row} iterations in a row were '
-            f'skipped for such reasons (max_skipped={s.max_skipped}); learning rate {lr:g}{scale}, '
+            f'skipped for such reasons (max_skipped={max_skipped}); learning rate {lr:g}{scale}, '
             f'{last}. They left the weights as they were; {state}. Try a lower learning_rate, '
             f'a longer warmup_iters, {clip}, dtype=bfloat16 or float32')

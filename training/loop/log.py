@@ -11,35 +11,19 @@ from pathlib import Path
 
 from common.errors import UserError
 from common.files import regular_only, replacing
-from training.checkpoint import link_or_copy
+from training.checkpoint.file import link_or_copy
 
 MAX_ROW = 2 ** 16  # characters; a row of train.py has about 500
 
 
 class RunLog(contextlib.AbstractContextManager):
-    """Log lines and metrics of one run; a context manager that closes files and trackers.
+    """Lines and metrics of one run; a context manager that closes files and trackers.
 
-    metrics.jsonl has one JSON object per logged step, in full precision, null where not finite:
+    metrics.jsonl has one JSON object per logged step, in full precision, null where not finite
+    (docs/training.md explains its values). On resume, rows from `start_iter` on are dropped, since
+    they will be rewritten. A new run renames the previous run's file to metrics_old.jsonl.
 
-        iter, loss, lr              loss of the last micro-batch, learning rate of this iteration
-        time_ms                     per iteration, mean since the last row, without evaluations
-        tokens_per_second           all processes together
-        grad_norm                   of all gradients together, before clipping
-        loss_scale                  only with float16
-        skipped                     iterations skipped so far, since the start (`training.update`)
-        model_tflops_per_second     all processes together (`training.flops.achieved`)
-        mfu                         the same as a fraction of the devices' peak, if known. The
-                                    printed one is nanoGPT's: full attention, an A100's peak
-        memory_bytes, memory_peak_bytes, memory_share
-                                    of the device, or of the process on a CPU (`memory_use`)
-        data_wait_share             fraction of the time since the first batch
-        train_loss, val_loss        if evaluated at this step
-
-    On resume, rows from `start_iter` on are dropped, since they will be rewritten. A new run
-    renames the previous run's file to metrics_old.jsonl.
-
-    trackers: as returned by `open_trackers`; closed with the log. write: False leaves metrics.jsonl
-    untouched. keep_old: first copy metrics.jsonl to metrics_old.jsonl.
+    write: False leaves metrics.jsonl untouched. keep_old: first copy it to metrics_old.jsonl.
     """
 
     def __init__(self, out_dir: Path, start_iter: int, trackers: list, write: bool, keep_old: bool):
@@ -69,7 +53,7 @@ class RunLog(contextlib.AbstractContextManager):
             sys.stdout = open(os.devnull, 'w')
 
     def skipped(self, updates) -> None:
-        """Print how many iterations were skipped, if any. updates: `training.update.Updates`."""
+        """Print how many iterations were skipped, if any. updates: as `GuardedUpdate.read`."""
         many = f'{updates.new} iterations, the last of them' if updates.new > 1 else 'iteration'
         scale = '' if updates.loss_scale is None else f'; loss scale now {updates.loss_scale:g}'
         if updates.new:
@@ -91,8 +75,7 @@ class RunLog(contextlib.AbstractContextManager):
 
 
 def read_metrics(path: Path) -> Iterator[dict]:
-    """Yield the rows of a metrics.jsonl up to an invalid line: a crash may truncate the last. Only
-    one line is in memory at a time."""
+    """Yield the rows of a metrics.jsonl up to an invalid line: a crash may truncate the last."""
     if not path.is_file():
         return
     with open(path, encoding='utf-8', errors='replace') as file:
@@ -106,7 +89,7 @@ def read_metrics(path: Path) -> Iterator[dict]:
             yield row
 
 
-class Pace:
+class StepClock:
     """Seconds per step, averaged since the last read; evaluations do not count.
 
     mfu: nanoGPT's running MFU, -1 in the first iterations. mean_dt: mean seconds per
@@ -134,10 +117,10 @@ class Pace:
             self.mean_dt = 0.9 * self.mean_dt + 0.1 * dt if self.mean_dt else dt
 
 
-def check_packages(s) -> None:
+def check_packages(wandb: bool, tensorboard: bool) -> None:
     """Raise UserError if a package that the settings require is not installed."""
-    for wanted, module, package in ((s.wandb_log, 'wandb', 'wandb'),
-                                    (s.tensorboard_log, 'torch.utils.tensorboard', 'tensorboard')):
+    for wanted, module, package in ((wandb, 'wandb', 'wandb'),
+                                    (tensorboard, 'torch.utils.tensorboard', 'tensorboard')):
         try:
             wanted and importlib.import_module(module)
         except ImportError as e:
@@ -147,8 +130,7 @@ def check_packages(s) -> None:
 
 def open_trackers(s, out_dir: Path, start_iter: int) -> list:
     """Open the trackers in the settings. TensorBoard's events from `start_iter` on are replaced,
-    unless the run only evaluates. Raises UserError if Weights & Biases cannot start, or the folder
-    of TensorBoard's events is a link."""
+    unless the run only evaluates. Raises UserError if one cannot start."""
     trackers = [WandB(s)] if s.wandb_log else []
     if s.tensorboard_log:
         folder = out_dir / 'tensorboard'
@@ -181,8 +163,7 @@ class WandB:
 
 
 class TensorBoard:
-    """Logs evaluations under nanoGPT's names, and the metrics of each logged step under step/. To
-    view them: `tensorboard --logdir OUT_DIR`."""
+    """Logs evaluations under nanoGPT's names, and the metrics of each logged step under step/."""
 
     def __init__(self, folder: Path, purge_from: int | None):
         from torch.utils.tensorboard import SummaryWriter
@@ -193,8 +174,7 @@ class TensorBoard:
             self.writer.add_scalar(name, value, iter_num)
 
     def stepped(self, iter_num: int, row: dict) -> None:
-        for name, value in row.items():
-            self.writer.add_scalar(f'step/{name}', value, iter_num)
+        self.evaluated(iter_num, {f'step/{name}': value for name, value in row.items()})
 
     def close(self) -> None:
         self.writer.close()

@@ -1,16 +1,6 @@
-"""The memory of a training step for every recomputation policy, predicted without a step.
-
-    python -m training.memory config/train_gpt2.py --batch_size=8
-    python -m training.memory config/train_gpt2.py --device=cpu --dtype=bfloat16 --compile=False
-    python -m training.memory --help
-
-Predictions are for one process and the eager model (compiled models fuse operations and keep less).
-`measure` runs a step and tracks every storage; a prediction is the same with fake tensors.
-"""
-from common import startup  # noqa: F401  # isort: skip  (before torch is imported)
+"""Measures the memory of a training step by tracking every storage, predicts it (the same with fake
+tensors), and reports both."""
 import contextlib
-import json
-import os
 import weakref
 from collections import Counter
 from dataclasses import dataclass
@@ -23,52 +13,29 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import attention.kernels.flex
-import configurator
-from common.errors import at_least
 from common.gpt_config import GPTConfig
-from common.settings import Attention, Device, Json, Model, key
 from common.sizes import nice_bytes
-from data.datasets import DATA_ROOT
-from data.tokenfiles import read_meta
 from kv.console import output, print_table, table_of
 from model import GPT
-from training import native
-from training.device import autocast, memory_use, pick_device
-from training.loss import linear_cross_entropy
-from training.optim import state_bytes
-from training.recompute import NAMES, policy_of, set_recompute
+from training.device import autocast, memory_use
+from training.memory.recompute import NAMES, set_recompute
+from training.native.loading import wanted
+from training.native.modules import speed_up
+from training.step.loss import linear_cross_entropy
+from training.step.optim import state_bytes
 
 ACTIVATIONS, LOSS, BACKWARD = 'activations', 'logits and loss', 'gradients'
 
 
 @dataclass(frozen=True)
-class Settings(Json, Model, Device, Attention):
-    """Those of train.py that a step's memory depends on."""
-    batch_size: int = key(12, 'sequences in a micro-batch')
-    gradient_accumulation_steps: int = key(40, 'micro-batches per iteration')
-    dataset: str = key('openwebtext', 'folder under data/, of which only the vocabulary counts')
-    optimizer: str = key('adamw', "'adamw' or 'muon'", ('adamw', 'muon'))
-    recompute: str = key('none', 'a policy to predict beside those that have a name')
-    checkpoint_blocks: bool = key(False, "the same as recompute='block'")
-    chunked_loss: bool = key(True, 'compute large logits and their gradients in chunks')
-    compile: bool = key(True, 'torch.compile the model')
-
-
-@dataclass(frozen=True)
 class Memory:
-    """Bytes of one training step.
-
-    activations: kept from the forward pass for the backward pass, without logits and loss.
-    loss_peak: the maximum that lm_head and the loss need in addition, until the gradient of
-    lm_head's input is known. peak: the overall maximum, with parameters, gradients and optimizer
-    state.
-    """
+    """Bytes of one training step."""
     parameters: int
     gradients: int
     optimizer: int
-    activations: int
-    loss_peak: int
-    peak: int
+    activations: int  # kept for the backward pass, without logits and loss
+    loss_peak: int    # what lm_head and loss need beside, until the gradient of lm_head's input
+    peak: int         # of everything together
 
 
 class StorageTracker(TorchDispatchMode):
@@ -78,12 +45,9 @@ class StorageTracker(TorchDispatchMode):
     under FakeTensorMode. Hooks on saved tensors would miss what selective checkpointing keeps. Not
     counted: workspaces of kernels, and the allocator's rounding and fragmentation.
 
-    Attributes:
-        label: of what is allocated now: ACTIVATIONS, from the output of the last norm on LOSS, from
-            that output's gradient on BACKWARD.
-        live: label -> bytes now.
-        peak, loss_peak: the maxima so far, of all labels and of LOSS (without the gradient of
-            lm_head's weight).
+    label: of what is allocated now: ACTIVATIONS, from the output of the last norm on LOSS, from
+    that output's gradient on BACKWARD. live: label -> bytes now. peak, loss_peak: the maxima so
+    far, of all labels and of LOSS (without the gradient of lm_head's weight).
     """
 
     def __init__(self, model):
@@ -138,12 +102,11 @@ class StorageTracker(TorchDispatchMode):
 
 
 def measure(model, batch, autocast=None, *, optimizer='adamw', accumulate: bool = False) -> Memory:
-    """Return the `Memory` of a forward and backward pass, by running it. Random state, gradients
-    and training mode are restored.
+    """Return the `Memory` of a forward and backward pass, by running it. The model and the random
+    state are left unchanged.
 
-    batch: (idx, targets), each (B, T) int64 on the model's device. autocast: a context for the
-    forward pass; None = float32. optimizer: name of one (`training.optim`). accumulate: gradients
-    already exist at the start, as with gradient accumulation.
+    batch: (idx, targets), each (B, T) int64. autocast: a context for the forward pass; None =
+    float32. optimizer: its name in settings. accumulate: gradients already exist at the start.
     """
     was_training, old_gradients = model.training, [p.grad for p in model.parameters()]
     devices = [model.device] if model.device.type == 'cuda' else []
@@ -184,8 +147,8 @@ def predict(s, config: GPTConfig, device: torch.device, dtype: torch.dtype, *,
     with FakeTensorMode(), torch.device(device):
         model = GPT(config)
         model.loss_fn = linear_cross_entropy if s.chunked_loss else None
-        if native.wanted(s, device):
-            native.speed_up(model)
+        if wanted(s.dtype, s.compile, device):
+            speed_up(model)
         if s.attention_backend in ('math', 'sdpa'):  # the others need as much as 'auto'
             model.attention_backend = s.attention_backend
         x = torch.zeros(s.batch_size, config.block_size, dtype=torch.int64)
@@ -199,13 +162,12 @@ def predict(s, config: GPTConfig, device: torch.device, dtype: torch.dtype, *,
     return policies
 
 
-def print_memory_report(run, dtype: torch.dtype) -> None:
-    """Print the report of train.py's --memory_report for a `Run` that has its first batch. The
-    run's random state, data and gradients are left unchanged."""
-    s, policy = run.s, policy_of(run.model)
+def print_memory_report(run) -> None:
+    """Print the report of train.py's --memory_report for a `Run` that has its first batch."""
+    s, policy = run.s, run.model.recompute.name if run.model.recompute else 'none'
     accumulate = s.gradient_accumulation_steps > run.ranks.world_size
-    predictions = predict(s, run.model.config, run.device, dtype, accumulate=accumulate)
-    print_table(output(), _policy_table(predictions), 'Memory of a step, predicted')
+    predictions = predict(s, run.model.config, run.device, run.dtype, accumulate=accumulate)
+    print_table(output(), policy_table(predictions), 'Memory of a step, predicted')
     measured = vars(measure(run.model, run.batch, run.autocast, optimizer=s.optimizer,
                             accumulate=accumulate))
     rows = ((name.replace('_', ' '), nice_bytes(n), nice_bytes(measured[name]))
@@ -214,7 +176,7 @@ def print_memory_report(run, dtype: torch.dtype) -> None:
     print_table(output(), table_of(('', 'predicted', 'measured'), rows), title)
 
 
-def _policy_table(predictions):
+def policy_table(predictions):
     rows = ([policy, *(nice_bytes(n) for n in (m.activations, m.loss_peak, m.peak))]
             for policy, m in predictions.items())
     return table_of(('recompute', 'activations', 'logits and loss', 'peak'), rows,
@@ -234,30 +196,3 @@ def memory_line(model, optimizer: str, device: torch.device) -> str:
     elif peak is not None:
         text += f',\n        peak {nice_bytes(peak)} (of the whole process, with Python and torch)'
     return text
-
-
-def main(argv=None):
-    s = configurator.parse(Settings, argv, usage=__doc__, echo=False)
-    at_least(s, batch_size=1, gradient_accumulation_steps=1)
-    device = pick_device(s.device)
-    dtype = native.training_dtype(s, device)
-    meta = read_meta(DATA_ROOT / os.path.basename(s.dataset))
-    vocab_size = meta['vocab_size'] if meta else 50304  # GPT-2's, if the data set is not prepared
-    config = s.config(vocab_size)
-
-    predictions = predict(s, config, device, dtype,
-                          accumulate=s.gradient_accumulation_steps > 1)
-    m, name = predictions['none'], str(dtype).removeprefix('torch.')
-    title = f'a micro-batch of {s.batch_size} x {s.block_size:,} tokens on {device}, in {name}'
-    print_table(output(), _policy_table(predictions), title)
-    print(f'parameters {nice_bytes(m.parameters)}, gradients {nice_bytes(m.gradients)}, '
-          f'optimizer {nice_bytes(m.optimizer)} are in every peak')
-    if s.json:
-        print(json.dumps({'device': str(device), 'dtype': name, 'batch_size': s.batch_size,
-                          'block_size': s.block_size, 'parameters': m.parameters,
-                          'gradients': m.gradients, 'optimizer': m.optimizer,
-                          'policies': {policy: vars(m) for policy, m in predictions.items()}}))
-
-
-if __name__ == '__main__':
-    configurator.run_program(main)

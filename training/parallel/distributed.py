@@ -3,33 +3,27 @@ import contextlib
 import os
 import sys
 from datetime import timedelta
-from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from common.errors import UserError
-from training.checkpoint_manager import peek
 from training.device import pick_device
 
 LONG = timedelta(days=7)  # a timeout: the other ranks wait while rank 0 prepares a data set
 
 
 class Ranks:
-    """The rank of this process, and the small collectives that training needs.
+    """The rank of this process, and the small collectives that training needs (over gloo).
 
-    A context manager that joins and leaves the process group. With one process every method is
-    trivial and torch.distributed is not used. Only rank 0 prints. Raises UserError if this rank has
-    no such device, or the backend does not support it.
-
-    backend: for gradients, 'nccl' (CUDA) or 'gloo' (CPU); the collectives here always use gloo.
-    device: as for `pick_device`; with several processes 'cuda' is the local rank's GPU.
+    A context manager that joins and leaves the process group; one process alone does not use it.
+    Only rank 0 prints. Raises UserError if this rank has no such device, or the backend (for
+    gradients: 'nccl', 'gloo') does not support it. 'cuda' is the local rank's GPU.
     """
 
     def __init__(self, backend: str = 'gloo', device: str = 'auto', backend_given: bool = False):
-        self.world_size = _env('WORLD_SIZE', 1)
-        self.rank = _env('RANK', 0) if self.world_size > 1 else 0
+        self.world_size = env_int('WORLD_SIZE', 1)
+        self.rank = env_int('RANK', 0) if self.world_size > 1 else 0
         self.main = self.rank == 0  # writes files and prints
         self.device, self.backend, self.control = pick_device(device), backend, None
         if self.world_size == 1:
@@ -38,7 +32,7 @@ class Ranks:
             raise UserError(f'device={device!r}: several processes cannot share MPS; '
                             'use --device=cpu')
         if self.device.type == 'cuda':
-            local, n = _env('LOCAL_RANK', 0), torch.cuda.device_count()
+            local, n = env_int('LOCAL_RANK', 0), torch.cuda.device_count()
             if local >= n:
                 raise UserError(f'LOCAL_RANK={local}, but there are {n} CUDA devices: '
                                 'start at most that many processes a node (--nproc_per_node)')
@@ -70,19 +64,16 @@ class Ranks:
         return self
 
     def _store(self):
-        """Arguments of `init_process_group`: the store; {} = torchrun's own.
-
-        When torchrun restarts a launch on one node, the store still has the addresses of the
-        previous processes (pytorch #135712), so each restart uses its own prefix. With several
-        nodes their restart counts may differ, see docs/training.md.
-        """
-        restarts = _env('TORCHELASTIC_RESTART_COUNT', 0)
-        one_node = _env('LOCAL_WORLD_SIZE', self.world_size) == self.world_size
+        """Arguments of `init_process_group`: the store; {} = torchrun's own. On a restart that has
+        the addresses of the previous processes (pytorch #135712), so it gets a prefix, if there is
+        one node: restart counts of several may differ, see docs/training.md."""
+        restarts = env_int('TORCHELASTIC_RESTART_COUNT', 0)
+        one_node = env_int('LOCAL_WORLD_SIZE', self.world_size) == self.world_size
         shared = os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True'
         if not (restarts and one_node and shared):
             return {}
-        store = dist.TCPStore(os.environ['MASTER_ADDR'], _env('MASTER_PORT', 0), self.world_size,
-                              is_master=False)
+        store = dist.TCPStore(os.environ['MASTER_ADDR'], env_int('MASTER_PORT', 0),
+                              self.world_size, is_master=False)
         return {'store': dist.PrefixStore(f'restart {restarts}', store), 'rank': self.rank,
                 'world_size': self.world_size}
 
@@ -127,22 +118,7 @@ def launch_id() -> str:
     return '' if name == 'none' else name
 
 
-def resumed_after_restart(s, ranks: Ranks):
-    """The settings, which resume from ckpt.pt if torchrun has restarted the processes
-    (--max-restarts) because one died or joined, and this launch has saved one. Raises UserError if
-    it may restart them, but its launch has no id."""
-    path, launch = Path(s.out_dir) / 'ckpt.pt', launch_id()
-    if _env('TORCHELASTIC_MAX_RESTARTS', 0) and not launch:
-        raise UserError('--max-restarts needs a launch with an id, by which a restart knows its '
-                        'own checkpoint: give torchrun --standalone or --rdzv-id=NAME')
-    saved = peek(path)
-    if ranks.gather(saved is not None and saved.launch == launch != '')[0]:
-        print(f'{path} was saved by this launch ({launch}), so this is a restart: going on from it')
-        return replace(s, init_from='resume', resume_from=path.name)
-    return s
-
-
-def _env(name: str, default: int) -> int:
+def env_int(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
     try:
         return int(text)

@@ -6,9 +6,9 @@ from pathlib import Path
 from common.errors import UserError, at_least
 from data.tokenfiles import is_prepared
 from kv.plan import plan_kv
-from training.checkpoint_manager import checkpoint_in
+from training.checkpoint.manager import checkpoint_in
 from training.device import check_seed
-from training.optim import cooldown
+from training.step.optim import cooldown
 
 
 def check_settings(s, data_root: Path) -> None:

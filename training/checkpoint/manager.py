@@ -5,18 +5,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.errors import UserError
-from training import checkpoint as ckpt
-from training.checkpoint import link_or_copy
+from training.checkpoint import file as ckpt
+from training.checkpoint.file import link_or_copy
 
 
 class CheckpointManager:
-    """Saves the checkpoints of one run to `folder`.
+    """Saves the checkpoints of one run to `folder`: ckpt.pt, the latest, and, if that does not have
+    the best validation loss, ckpt_best.pt.
 
-    ckpt.pt is the latest. ckpt_best.pt has the best validation loss; it is created when a
-    worse ckpt.pt replaces that one.
-
-    Files with these names that belong to another run, or are ahead of the checkpoint that this run
-    resumed from, are renamed with `_old` before the first save.
+    Files of these names from another run, or ahead of the checkpoint that this run resumed from,
+    are renamed with `_old` before the first save.
     """
 
     def __init__(self, folder: Path):
@@ -37,12 +35,8 @@ class CheckpointManager:
         self.latest = self.start if origin == self.path else None
 
     def save(self, checkpoint: dict, say=print) -> None:
-        """Write ckpt.pt, then copy or rename older ones as described above. Raises UserError if
-        it cannot be written, which names the checkpoint that can still be resumed.
-
-        checkpoint: its key `holds_best` tells if it is the best so far. say: called with a line for
-            each renamed file.
-        """
+        """Write ckpt.pt, the best so far if `holds_best`. Raises UserError if it cannot be written,
+        which names the checkpoint that can still be resumed. say: called for each renamed file."""
         iteration, best = checkpoint['iter_num'], checkpoint['holds_best']
         try:
             ckpt.save_checkpoint(self.path, {**checkpoint, 'run': self.run},
@@ -68,7 +62,6 @@ class CheckpointManager:
         return 'this run has no earlier one'
 
     def _keep_previous(self, best, say):
-        """Link the best checkpoint to a name of its own before a worse one replaces it."""
         if not self.alone:
             self._move_others_aside(say)
         if not best and self.best not in (None, self.best_path) and self.best.is_file():

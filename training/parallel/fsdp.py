@@ -10,9 +10,9 @@ import torch
 from common.errors import UserError
 
 
-def check(s, dtype: torch.dtype) -> None:
+def check(memory_report: bool, dtype: torch.dtype) -> None:
     """Raise UserError if a setting is incompatible with parallel='fsdp'."""
-    if s.memory_report:
+    if memory_report:
         raise UserError("memory_report=True does not go with parallel='fsdp'")
     if dtype == torch.float16:
         raise UserError("dtype='float16' needs loss scaling, which does not go with "
@@ -20,13 +20,9 @@ def check(s, dtype: torch.dtype) -> None:
 
 
 def shard(model, ranks, dtype: torch.dtype, compiled: bool = False) -> None:
-    """Shard the parameters of a GPT in place, by block; they become DTensors on the ranks' device.
-    The values come from rank 0; other ranks' models may be on the 'meta' device.
-
-    dtype: for arithmetic. With bfloat16, blocks are gathered in it, but gradients averaged in
-    float32. Embeddings, the last norm, the head (autocast rounds its matmul) and the residual
-    stream stay in float32.
-    """
+    """Shard the parameters of a GPT in place, by block, with the values of rank 0; the models of
+    others may be on the 'meta' device. Blocks are gathered in `dtype`, but gradients averaged in
+    float32. Embeddings, last norm, head (autocast rounds its matmul) and residual stream too."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -48,8 +44,8 @@ def shard(model, ranks, dtype: torch.dtype, compiled: bool = False) -> None:
 
 
 def gathered(x, main: bool):
-    """Return a state dict with each DTensor in full in host memory; None if not `main`. All
-    processes must call it. One tensor at a time is in full on the device."""
+    """Return a state dict with each DTensor in full in host memory, on the device only one at a
+    time; None in place of DTensors if not `main`. All processes must call it."""
     if isinstance(x, dict):
         return {name: gathered(value, main) for name, value in x.items()}
     if not is_sharded(x):

@@ -51,21 +51,12 @@ def _recomputed_feed_forward(block, x):
     return checkpoint(type(block).feed_forward, block, x, use_reentrant=False)
 
 
-def policy_of(model) -> str:
-    """Return the policy set by `set_recompute`."""
-    return 'none' if model.recompute is None else model.recompute.name
-
-
 @dataclass(frozen=True)
 class Recompute:
-    """A policy for a model of `n_layer` blocks, made by `parse`.
-
-    segments: (first, last + 1) of blocks that are recomputed together; () for other policies.
-    dropout: the model has dropout, so the MLPs' outputs are needed unless they are kept.
-    """
+    """A policy for a model of `n_layer` blocks, made by `parse`."""
     name: str = 'none'
-    segments: tuple[tuple[int, int], ...] = ()
-    dropout: bool = False
+    segments: tuple[tuple[int, int], ...] = ()  # (first, last + 1) of blocks recomputed together
+    dropout: bool = False  # then the MLPs' outputs are needed, unless they are kept
 
     @classmethod
     def parse(cls, name: str, n_layer: int, dropout: bool = False) -> 'Recompute':
@@ -113,12 +104,8 @@ def _select(dropout, context, op, *args, **kwargs):
 
 
 def offloaded(device: torch.device, streams: bool = True):
-    """Return a context that keeps tensors saved for the backward pass in host memory.
-
-    On CUDA the memory is pinned, and copies to the host run on their own stream, unless streams is
-    False. Parameters and views of them stay on the device. On a CPU tensors are copied as well, for
-    tests.
-    """
+    """Return a context that keeps tensors saved for the backward pass, except parameters, in host
+    memory: on CUDA pinned, copied on a stream of its own if `streams`; on a CPU for tests."""
     stream = torch.cuda.Stream(device) if streams and device.type == 'cuda' else None
 
     def pack(x):

@@ -40,13 +40,11 @@ def softmax_gradients(logits, targets, ignore_index: int, differentiated: bool):
 def linear_cross_entropy(x, weight, targets, ignore_index: int = -1,
                          gradients=softmax_gradients, add=torch.Tensor.add_) -> torch.Tensor:
     """Return the mean cross-entropy of the logits `x @ weight.T`, in float32 even under autocast.
-    If it is backpropagated a second time, that raises a RuntimeError.
+    Backpropagating it a second time raises a RuntimeError.
 
-    x: (N, C). weight: (V, C). targets: (N,) int64; targets equal to `ignore_index` are ignored (NaN
-        if all are).
-    gradients: a faster `softmax_gradients`, which is then used for any number of tokens, and in
-        half precision for more of them at a time.
-    add: a faster addition in place of half to full precision.
+    x: (N, C). weight: (V, C). targets: (N,) int64, without those equal to `ignore_index` (NaN if
+    all are). gradients: a faster `softmax_gradients`, then used for any number of tokens, and in
+    half precision for more at a time. add: a faster addition in place of half to full precision.
     """
     device = x.device.type
     rows = rows_at_a_time(weight.size(0), device)

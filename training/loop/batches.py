@@ -17,18 +17,15 @@ from data.tokenfiles import open_split, read_meta
 
 
 class TokenBatches:
-    """Windows of `block_size` tokens from a data set's token files, sharded or not.
+    """Windows of `block_size` tokens from a data set's token files, in an order of `data.order`.
 
-    Training windows come in one of the orders of `data.order`, by default nanoGPT's: one
-    `torch.randint` per micro-batch. Each process draws the windows of all processes and uses every
-    `world_size`-th micro-batch, so the data do not depend on the number of processes. `state` is
-    the position before the last batch returned: a run resumed from it starts with that batch.
-    Raises UserError if a token file is missing, damaged or shorter than a window; in `next`, if a
-    token is outside the vocabulary.
+    Each process draws the windows of all processes and uses every `world_size`-th micro-batch, so
+    the data do not depend on the number of processes. `state` is the position before the last batch
+    returned: a run resumed from it starts with that batch. Raises UserError if a token file is
+    missing, damaged or shorter than a window; in `next`, if a token is outside the vocabulary.
 
-    generator: draws the training windows; None = torch's global CPU generator. order, seed: passed
-    to `data.order`; the seed is for shuffling. vocab_size: the model's vocabulary size; 0 = that of
-    meta.pkl, or unlimited without one.
+    generator: None = torch's global CPU generator. seed: for shuffling. vocab_size: the model's;
+    0 = that of meta.pkl, or unlimited without one.
     """
 
     def __init__(self, folder: Path, block_size: int, batch_size: int, device: torch.device,
@@ -71,9 +68,8 @@ class TokenBatches:
 
 
 class TaskBatches:
-    """Sequences of a `data.recall` task: new ones in every batch, or drawn (with replacement) from
-    a fixed set that `seed` determines; targets are -1 where no answer is expected. Otherwise like
-    `TokenBatches`."""
+    """Like `TokenBatches`, but sequences of a `data.recall` task: new ones in every batch, or from
+    a fixed set that `seed` determines. Targets are -1 where no answer is expected."""
 
     def __init__(self, task, batch_size: int, device: torch.device, generator: torch.Generator,
                  rank: int = 0, world_size: int = 1, seed: int = 0):
@@ -182,8 +178,13 @@ def open_meta(s, data_root: Path) -> dict | None:
     return read_meta(ensure_dataset(s.dataset, data_root))
 
 
-def open_batches(s, config: GPTConfig, data_root: Path, ranks, generator: torch.Generator):
+def open_batches(s, config: GPTConfig, data_root: Path, ranks):
     """Open the batches given by the settings, for one of the `Ranks`."""
+    generator = torch.Generator()
+    if s.data_seed >= 0:
+        generator.manual_seed(s.data_seed)
+    else:  # the state of nanoGPT's generator before its first batch
+        generator.set_state(torch.get_rng_state())
     share, task = (s.batch_size, ranks.device, generator, ranks.rank, ranks.world_size), task_of(s)
     seed = s.seed if s.data_seed < 0 else s.data_seed
     if task:

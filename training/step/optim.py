@@ -12,7 +12,7 @@ import math
 import torch
 
 from training.device import multiplies_bfloat16
-from training.fsdp import is_sharded, like, own_nbytes
+from training.parallel.fsdp import is_sharded, like, own_nbytes
 
 TOGETHER = 2 ** 21  # numbers in the matrices that Muon orthogonalizes together
 
@@ -66,9 +66,8 @@ def _groups(model, weight_decay):
 
 
 class BatchedMuon(torch.optim.Muon):
-    """Muon for CPUs: matrices of one shape are orthogonalized together, in bfloat16 as in torch's
-    Muon if the processor has instructions for it, otherwise in float32. The state is that of
-    torch's, whose learning rates it keeps (`match_rms_adamw`)."""
+    """torch's Muon with `match_rms_adamw`, for CPUs: matrices of one shape are orthogonalized
+    together, in bfloat16 if the processor has instructions for it, otherwise in float32."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -149,9 +148,8 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
 
 def load_optimizer(optimizer, state: dict) -> None:
-    """`load_state_dict`; also checks shapes, which torch does not. The settings of the groups, such
-    as `fused`, are not loaded, because the checkpoint may come from a different device. A state
-    from before the first step is ignored, whatever the optimizer."""
+    """`load_state_dict` that checks shapes, and keeps the settings of the groups, such as `fused`,
+    since the checkpoint may be of another device. A state from before the first step is ignored."""
     if not state['state']:
         return
     own = [*optimizer.param_groups, *[{}] * len(state['param_groups'])]
@@ -186,10 +184,9 @@ def set_learning_rate(optimizer, lr: float) -> None:
 
 
 def learning_rate_at(it: int, s) -> float:
-    """Return the learning rate of iteration `it`, given train.py's settings: linear warm-up, then
-    depending on `lr_schedule` cosine decay to min_lr at lr_decay_iters, or 'wsd' (warm-up, stable,
-    decay; Hu et al. 2024, MiniCPM), which is constant until the last cooldown_iters iterations of
-    lr_decay_iters and then decays linearly."""
+    """Return the learning rate of iteration `it`: linear warm-up, then cosine decay to min_lr at
+    lr_decay_iters, or 'wsd' (warm-up, stable, decay; Hu et al. 2024, MiniCPM), constant until the
+    last cooldown_iters of them, which decay linearly."""
     if not s.decay_lr:
         return s.learning_rate
     if it < s.warmup_iters:
@@ -204,5 +201,5 @@ def learning_rate_at(it: int, s) -> float:
 
 
 def cooldown(s) -> int:
-    """Return the length of the 'wsd' decay: cooldown_iters, or a fifth of lr_decay_iters."""
+    """Return the iterations of the 'wsd' decay."""
     return s.cooldown_iters or max(1, s.lr_decay_iters // 5)

@@ -8,7 +8,7 @@ from common.gpt_config import GPTConfig, fields_with, model_args
 from common.settings import COMMAND_LINE, MODEL
 from kv.plan import KVPlan, plan_kv
 from kv.weights import POSITIONS
-from training.checkpoint import restoring
+from training.checkpoint.file import restoring
 
 # nanoGPT always keeps the checkpoint's values of these, whatever a config file says
 NANOGPT_KEPT = ('n_layer', 'n_head', 'n_embd', 'bias')
@@ -17,9 +17,9 @@ POOLED = 'convert the checkpoint (python -m interop.convert pools its K/V projec
 
 
 def wishes(s) -> dict:
-    """Return the model settings in `s` that are meant to change a trained model: on resume, those
-    on the command line (a config file describes the run, not a change of it); with other weights
-    (init_from), those in config files too, except `NANOGPT_KEPT`."""
+    """Return the model settings in `s` that are meant to change a trained model: those on the
+    command line, and with other weights (init_from) those in config files too, except
+    `NANOGPT_KEPT`. (On resume a config file describes the run, not a change of it.)"""
     from_files = [] if s.init_from == 'resume' else [name for name in MODEL
                                                      if name not in NANOGPT_KEPT]
     return {name: value for name, value in s.given_fields().items()
@@ -42,12 +42,9 @@ def keep_trained(s, config: GPTConfig) -> None:
 
 
 def adapted_config(old: GPTConfig, wanted: dict, asked) -> GPTConfig:
-    """Return `old` with the model settings `wanted` by the user, if the weights allow them.
-
-    It may change settings without weights (`FREE`), shorten the context, lengthen it with RoPE, and
-    replace learned positions by RoPE. Raises UserError if other settings differ (it names them
-    all), or the combination is invalid. asked: returns how the user gave a setting, for errors.
-    """
+    """Return `old` with the model settings `wanted` by the user, if the weights allow them: those
+    without weights (`FREE`), a shorter context, a longer one with RoPE, RoPE for learned positions.
+    Raises UserError if others differ. asked: how the user gave a setting, for errors."""
     changes = {name: value for name, value in wanted.items() if _differs(old, name, value)}
     fixed = sorted(changes.keys() - {*FREE, 'block_size', 'pos_embedding'})
     if changes.get('pos_embedding') == 'learned':
@@ -108,8 +105,7 @@ def _differs(config: GPTConfig, name: str, value) -> bool:
 
 def adapt(saved: dict, old: GPTConfig, new: GPTConfig, origin) -> None:
     """Change the checkpoint `saved` in place to `new` = `adapted_config(old, ...)`: weights,
-    moments, model_args. Raises UserError if the optimizer state is invalid; missing weights are
-    left to load_weights. origin: the path of the checkpoint, for errors."""
+    moments, model_args. Raises UserError, which names `origin`, if the moments are invalid."""
     saved['model_args'] = model_args(new)
     same = (new.pos_embedding, new.block_size) == (old.pos_embedding, old.block_size)
     if old.pos_embedding != 'learned' or same:

@@ -1,6 +1,5 @@
 """The model in a checkpoint. A file of a few bytes can name any sizes, so they are compared with
 the weights before a model is allocated."""
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -9,9 +8,10 @@ from common.errors import UserError
 from common.gpt_config import GPTConfig
 from kv.weights import HEAD
 from model import GPT
-from training.checkpoint import config_of, load_weights, restoring
+from training.checkpoint.file import config_of, load_weights, restoring
 
 FEW_LAYERS = 100
+
 
 def model_of(checkpoint: dict, path: Path, **overrides) -> GPT:
     """Return the model in a checkpoint with its weights. `overrides` replace fields of its config.
@@ -26,7 +26,10 @@ def model_of(checkpoint: dict, path: Path, **overrides) -> GPT:
 def check_weights(config: GPTConfig, checkpoint: dict, path: Path) -> None:
     """Raise a UserError if the weights are not those of a model with this config."""
     weights = checkpoint['model']
-    check_layers(config, weights, f'checkpoint {path}')
+    # building layers takes time even on the meta device
+    if config.n_layer > max(len(weights), FEW_LAYERS):
+        raise UserError(f'checkpoint {path}: n_layer={config.n_layer:,}, but it has only '
+                        f'{len(weights):,} weights')
     with torch.device('meta'):
         model = GPT(config)
     with restoring(path, 'model'):
@@ -38,11 +41,3 @@ def check_weights(config: GPTConfig, checkpoint: dict, path: Path) -> None:
     if own > sum(shared.values()):
         raise UserError(f'checkpoint {path}: its weights share memory, or repeat their elements; '
                         'allowed are weights of their own, as torch.save writes them')
-
-
-def check_layers(config: GPTConfig, names: Iterable[str], source: str) -> None:
-    """Raise a UserError if there are fewer weights than n_layer, since building layers takes time
-    even on the meta device."""
-    n = len(list(names))
-    if config.n_layer > max(n, FEW_LAYERS):
-        raise UserError(f'{source}: n_layer={config.n_layer:,}, but it has only {n:,} weights')

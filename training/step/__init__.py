@@ -1,0 +1,2 @@
+"""What one training step computes around the model: loss, attention kernels, optimizer, update. It
+also counts the step's FLOPs."""
