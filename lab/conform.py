@@ -342,7 +342,7 @@ def captured_step(config: GPTConfig) -> None:
             rows = [row for row, n in enumerate(held) if n < T and (turn + row) % 4]
             for row in rows if kinds else ():
                 cache.reserve(row, held[row] + 1)
-            new = torch.tensor([[text[n % T]] for text, n in zip(idx, held)])
+            new = torch.tensor([[int(text[n % T])] for text, n in zip(idx, held)])
             y = step(new, [int(row in rows) for row in range(BATCH)])[:, None]
             for row in rows:
                 check(y[row:row + 1], full[row:row + 1, held[row]:held[row] + 1], 'a step',
