@@ -88,8 +88,7 @@ class Generation:
         stop_tokens: ids that finish a row when sampled in it.
         decode: a faster decode step over `cache`, (B, 1) ids and lens -> (B, V) logits, such as an
             `engine.steps.captured.CapturedDecode`; None = the model's own.
-    Raises:
-        UserError: if there is no prompt, one is empty, or a token id is outside the vocabulary.
+    Raises UserError if there is no prompt, one is empty, or a token id is outside the vocabulary.
     """
 
     def __init__(self, model, prompts, max_new_tokens: int, sampler: Sampler, cache=None,

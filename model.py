@@ -229,8 +229,7 @@ def rotary_tables(config: GPTConfig, head_dim: int) -> dict[str, RotaryTable | N
 class GPT(nn.Module):
     """nanoGPT's GPT plus every field of `GPTConfig`.
 
-    Raises:
-        UserError (a ValueError): if the config or its KV plan is invalid.
+    Raises UserError (a ValueError) if the config or its KV plan is invalid.
     """
 
     def __init__(self, config: GPTConfig):

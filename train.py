@@ -35,6 +35,7 @@ from training.memory.measure import memory_line
 from training.parallel.distributed import Ranks
 from training.step.optim import learning_rate_at, set_learning_rate
 
+
 @dataclass(frozen=True)
 class Settings(OutDir, Model, Device, Attention):
     eval_interval: int = key(2000, 'iterations between evaluations (and checkpoints)')
@@ -85,7 +86,6 @@ class Settings(OutDir, Model, Device, Attention):
     # memory and devices
     recompute: str = key('none', "activations to recompute: 'none', 'selective', 'mlp', 'block', "
                          "'every:K' blocks, 'sqrt', 'offload' (to host memory instead)")
-    checkpoint_blocks: bool = key(False, "the same as recompute='block'")
     chunked_loss: bool = key(True, 'compute large logits and gradients in chunks, for memory')
     memory_report: bool = key(False, 'before training, report the memory it will take')
     parallel: str = key('ddp', "under torchrun: 'ddp' (replicas), or 'fsdp' (FSDP2: parameters, "

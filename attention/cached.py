@@ -39,8 +39,7 @@ def cached_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, windo
             Ignored if t = 1: the caller passes only keys in the window. Or a function, as in
             `attention.masks.in_window`, whatever t is, for keys in order.
         sink: (H,), a logit per head in the denominator of the softmax, or None.
-    Returns:
-        (B, H, t, D); undefined for rows without keys.
+    Returns (B, H, t, D); undefined for rows without keys.
     """
     t, S, stored = q.size(2), k.size(2), (k, v, k_scale, v_scale)
     masked = callable(window)

@@ -17,10 +17,8 @@ def causal_attention(q, k, v, window: int = 0, dropout_p: float = 0.0, backend: 
         backend: one of `attention.kernels.choose.BACKENDS`.
         sink: (H,), a logit per head in the denominator of the softmax (gpt-oss, 2025): weight
             that goes to no key. None = no sink.
-    Returns:
-        (B, H, T, D).
-    Raises:
-        UserError: if the backend does not support these arguments.
+    Returns (B, H, T, D).
+    Raises UserError if the backend does not support these arguments.
     """
     if callable(window):
         return math_attention(q, k, v, window, dropout_p, sink)

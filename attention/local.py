@@ -21,8 +21,7 @@ def blockwise_local_attention(q, k, v, window: int, dropout_p: float = 0.0,
         window: number of keys that a query sees, including its own; >= 1, whatever t is.
         dropout_p: dropout on the attention weights.
         sink: (H,), a logit per head in the denominator of the softmax, or None.
-    Returns:
-        (B, H, t, D).
+    Returns (B, H, t, D).
     """
     t, prefix, D, scale = q.size(2), k.size(2) - q.size(2), q.size(3), None
     if sink is not None:

@@ -56,8 +56,7 @@ def norm_and_rotate(x: torch.Tensor, norm: torch.nn.RMSNorm | None, rope=None) -
     Args:
         x: (B, h, t, D). norm: over D, or None.
         rope: (cos, sin) from a `RotaryTable`, broadcastable to x, or None.
-    Returns:
-        (B, h, t, D).
+    Returns (B, h, t, D).
     """
     if norm is None:
         return x if rope is None else apply_rope(x, *rope)

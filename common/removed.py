@@ -2,12 +2,10 @@
 
 COMMIT = '461914ad'  # the last one that has them
 KEYS = (  # names of settings (not vocab_size, which was never one of training)
-    'act_clamp', 'also_as', 'attention_z_loss', 'away', 'bandwidth', 'converted_from', 'flops',
-    'hit_rate', 'int8_forward', 'int8_training', 'keep_checkpoints', 'kv_stride', 'memory',
-    'memory_budget', 'message_tokens', 'new_tokens', 'offload_optimizer', 'page_sizes',
-    'prefix_disk_budget', 'prefix_folder', 'price', 'recall', 'requests_per_second', 'shape',
-    'speed', 'tpot', 'tune', 'utilization',
-)
+    'act_clamp also_as attention_z_loss away bandwidth checkpoint_blocks converted_from flops '
+    'hit_rate int8_forward int8_training keep_checkpoints kv_stride memory memory_budget '
+    'message_tokens new_tokens offload_optimizer page_sizes prefix_disk_budget prefix_folder '
+    'price recall requests_per_second shape speed tpot tune utilization').split()
 VALUES = {  # name of a setting that stays -> values that it no longer takes
     'against': ('hf', 'llama.cpp'),
     'mode': ('chat', 'lengths'),

@@ -128,8 +128,7 @@ class KVCache:
 
     Args:
         kv_dtype: one of `kv.plan.KV_DTYPES`. compute_dtype: the dtype of the model.
-    Raises:
-        UserError (a ValueError): if a size is below 1 or kv_dtype is unknown.
+    Raises UserError (a ValueError) if a size is below 1 or kv_dtype is unknown.
     """
 
     def __init__(self, plan: KVPlan, batch_size: int, max_seq_len: int, kv_dtype: str = 'float32',
@@ -179,8 +178,7 @@ class KVCache:
         """Start a step of `t` new tokens for each of `rows` (None = all, in order), of which the
         b-th appends its first lens[b] (None = all). Nothing is written yet.
 
-        Raises:
-            UserError: if `lens` or `rows` is invalid, or the tokens do not fit.
+        Raises UserError if `lens` or `rows` is invalid, or the tokens do not fit.
         """
         rows = list(range(self.batch_size)) if rows is None else self._checked('rows', list(rows))
         if not rows or len(set(rows)) < len(rows):

@@ -196,7 +196,11 @@ class Worker(threading.Thread):
         except Exception:
             log.exception('an engine step failed; its requests start again')
             self.metrics.failed_steps.inc()
-            return self._count_failure()
+            for choice in list(self._choices.values()):
+                choice.num_failures += 1
+                if choice.num_failures > MAX_FAILURES:
+                    self._fail(choice, ApiError(500, 'the model fails'))
+            return
         deliveries = defaultdict(list)
         for event in events:
             choice = self._choices.get(event.index)
@@ -234,12 +238,6 @@ class Worker(threading.Thread):
             if event.completion.finish_reason == 'error':
                 return ApiError(500, event.completion.error)
         return event
-
-    def _count_failure(self):
-        for choice in list(self._choices.values()):
-            choice.num_failures += 1
-            if choice.num_failures > MAX_FAILURES:
-                self._fail(choice, ApiError(500, 'the model fails'))
 
 
 def most_choices(rows: int, max_waiting: int) -> int:

@@ -29,8 +29,7 @@ def choose(kind: str, requested: str, device, dtype, head_dim: int, dropout_p: f
            sink: bool = False) -> str:
     """Return the backend for layers of one kind ('global' or 'local').
 
-    Raises:
-        UserError: if `requested` is not in BACKENDS or does not work here; the message says why.
+    Raises UserError if `requested` is not in BACKENDS or does not work here; the message says why.
     """
     if requested == 'auto':
         return next(name for name in PREFERRED[kind]

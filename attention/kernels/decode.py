@@ -320,8 +320,7 @@ def stored_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, table
         kv_lens: (B,) number of keys of each row, including padding; the last t are the queries'
             own. 0 gives zeros. None = all S.
         window: number of keys that a query sees, including its own; 0 = no limit. Ignored if t = 1.
-    Returns:
-        (B, H, t, D).
+    Returns (B, H, t, D).
     """
     B, H, t, D = q.shape
     page_size = 0 if table is None else k.size(2)

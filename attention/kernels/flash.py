@@ -16,8 +16,7 @@ GQA = {'enable_gqa': True} if 'enable_gqa' in inspect.signature(varlen_attn).par
 def load_flash_attn():
     """Return the installed attention function (q, k, v, window, dropout_p), see `causal_attention`.
 
-    Raises:
-        UserError: if the package is installed but cannot be imported.
+    Raises UserError if the package is installed but cannot be imported.
     """
     global _flash_attn
     if _flash_attn is None:

@@ -93,8 +93,7 @@ def write_qkv(qkv, n_head: int, q_norm=None, k_norm=None, rope=None, stored=None
         rope: (cos, sin) from a `RotaryTable`, (t, D) or (B, 1, t, D); or None.
         stored: (k, v) or (k, v, k_scale, v_scale), (n, Hkv, S, D or 1); None in a reading layer.
         rows, places: (B, t) int64, contiguous.
-    Returns:
-        (B, H, t, D), in the dtype of qkv.
+    Returns (B, H, t, D), in the dtype of qkv.
     """
     B, t, n_rows, D = qkv.shape
     if q_norm is None and rope is None and stored is None:

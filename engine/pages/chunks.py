@@ -38,8 +38,7 @@ def attend(q, stored, before: list[int], lens: list[int], window: int = 0, sink=
         window: number of keys that a query sees, including its own; 0 = all up to its own.
         sink: (H,), a logit per head in the denominator of the softmax, or None.
         table: (B, n) int32, the pages of each row in order; -1 after the last.
-    Returns:
-        (B, H, t, D), 0 at the padding of shorter rows.
+    Returns (B, H, t, D), 0 at the padding of shorter rows.
     """
     if table is None:
         stored = [x.contiguous() for x in stored]

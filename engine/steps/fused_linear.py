@@ -139,8 +139,7 @@ def fused_linear(x, linear, norm=None, activation: str = '', residual=None) -> t
             `Int8Linear`.
         norm: `model.LayerNorm` over K, or None. activation: a key of ACTIVATIONS.
         residual: (M, N), contiguous, or None.
-    Returns:
-        (M, N).
+    Returns (M, N).
     """
     (M, K), N = x.shape, linear.out_features
     y = x.new_empty(M, N)

@@ -28,11 +28,10 @@ from training.loop.batches import open_meta
 
 OWN = ('kv_dtype', 'weight_dtype', 'at_inference', 'seeds')  # a row's keys that train.py lacks
 # keys of train.py that do not change the weights
-PLACE = ('out_dir', 'resume_from', 'seed', 'data_seed', 'max_skipped', 'chunked_loss', 'recompute',
-         'checkpoint_blocks', 'device', 'attention_backend', 'wandb_log', 'wandb_project',
-         'wandb_run_name', 'tensorboard_log', 'checkpoint_interval',
-         'log_interval', 'memory_report', 'eval_only', 'backend',
-         'always_save_checkpoint', 'eval_interval', 'eval_iters')
+PLACE = ('out_dir resume_from seed data_seed max_skipped chunked_loss recompute device backend '
+         'attention_backend wandb_log wandb_project wandb_run_name tensorboard_log eval_only '
+         'log_interval memory_report checkpoint_interval always_save_checkpoint eval_interval '
+         'eval_iters').split()
 # losses are comparable only where these are equal
 DATA = ('dataset', 'block_size', *(f'{name}_task' for name in TASKS))
 SAME_FOR_ALL = {*PLACE, *DATA, 'init_from'} - {'eval_interval', 'eval_iters', 'recompute'}

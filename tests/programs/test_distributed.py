@@ -91,13 +91,13 @@ def assert_same_losses(a, b):
 @pytest.mark.parametrize('config', [
     pytest.param(VANILLA, marks=pytest.mark.slow, id='vanilla'),
     pytest.param(dict(SHORT_STACK, recompute='selective'), id='short stack, recomputed'),
-    pytest.param(dict(FULL_STACK, checkpoint_blocks=True), marks=pytest.mark.slow, id='blocks'),
+    pytest.param(dict(FULL_STACK, recompute='block'), marks=pytest.mark.slow, id='blocks'),
     # without rounding: a value between two steps of int8 may go either way
     pytest.param(FULL_STACK | CHANGES['many'] | dict(kv_quant_train=''), marks=pytest.mark.slow,
                  id='many mechanisms')])
 def test_two_processes_have_the_losses_of_one(tmp_path, data_root, config):
     """With recomputation and a chunked loss, against one process without either."""
-    plain = dict(config, chunked_loss=False, recompute='none', checkpoint_blocks=False)
+    plain = dict(config, chunked_loss=False, recompute='none')
     run_train(tmp_path / 'one', plain, **SIX_STEPS)
     out = run(data_root, 2, tmp_path / 'two', config, **SIX_STEPS, before=SMALL_CHUNKS)
     rows = [metrics(tmp_path / name) for name in ('one', 'two')]

@@ -99,8 +99,6 @@ TRAIN = [
      ['cooldown_iters=19 are more than lr_decay_iters=20']),
     (dict(recompute='offload', compile=True),
      ["recompute='offload'", 'torch.compile', '--compile=False']),
-    (dict(checkpoint_blocks=True, recompute='mlp'),
-     ["checkpoint_blocks=True means recompute='block', not 'mlp'"]),
     (dict(recompute='auto'), ["recompute='auto' was removed; commit 461914ad has it"]),
 ]
 SAMPLE = [

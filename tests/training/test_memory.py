@@ -42,7 +42,7 @@ def _small_chunks(monkeypatch):
 def predicted(config, torch_dtype=F32, accumulate=False, **changes):
     s = SimpleNamespace(**dict(
         compile=False, batch_size=B, chunked_loss=True, attention_backend='auto',
-        optimizer='adamw', dtype='float32', recompute='every:2', checkpoint_blocks=False) | changes)
+        optimizer='adamw', dtype='float32', recompute='every:2') | changes)
     return predict(s, config, CPU, torch_dtype, accumulate=accumulate)
 
 

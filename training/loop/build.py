@@ -91,7 +91,7 @@ def move_to_device(model, s, ranks, dtype: torch.dtype, sharded: bool) -> None:
     """Move the model to its device, or shard it, with recomputation and kernels as set."""
     if not sharded:
         model.to(ranks.device)
-    set_recompute(model, 'block' if s.checkpoint_blocks else s.recompute)
+    set_recompute(model, s.recompute)
     model.loss_fn = linear_cross_entropy if s.chunked_loss else None
     model.attention_backend = s.attention_backend
     if sharded:

@@ -28,9 +28,6 @@ def check_settings(s, data_root: Path) -> None:
     for name in ('beta1', 'beta2', 'muon_momentum'):
         if not 0.0 <= getattr(s, name) < 1.0:
             raise UserError(f'{name}={getattr(s, name)}: must be at least 0 and below 1')
-    if s.checkpoint_blocks and s.recompute not in ('none', 'block'):
-        raise UserError(f"checkpoint_blocks=True means recompute='block', not {s.recompute!r}: "
-                        'leave one out')
     if s.recompute == 'offload' and s.compile:
         raise UserError("recompute='offload' moves tensors in ways that torch.compile does not "
                         'know: give --compile=False')

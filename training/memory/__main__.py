@@ -31,7 +31,6 @@ class Settings(Json, Model, Device, Attention):
     dataset: str = key('openwebtext', 'folder under data/, of which only the vocabulary counts')
     optimizer: str = key('adamw', "'adamw' or 'muon'", ('adamw', 'muon'))
     recompute: str = key('none', 'a policy to predict beside those that have a name')
-    checkpoint_blocks: bool = key(False, "the same as recompute='block'")
     chunked_loss: bool = key(True, 'compute large logits and their gradients in chunks')
     compile: bool = key(True, 'torch.compile the model')
 

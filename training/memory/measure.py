@@ -152,7 +152,7 @@ def predict(s, config: GPTConfig, device: torch.device, dtype: torch.dtype, *,
         if s.attention_backend in ('math', 'sdpa'):  # the others need as much as 'auto'
             model.attention_backend = s.attention_backend
         x = torch.zeros(s.batch_size, config.block_size, dtype=torch.int64)
-        policies = dict.fromkeys((*NAMES, 'block' if s.checkpoint_blocks else s.recompute))
+        policies = dict.fromkeys((*NAMES, s.recompute))
         if device.type != 'cuda' or s.compile:
             policies.pop('offload')
         for policy in policies:

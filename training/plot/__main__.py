@@ -6,7 +6,6 @@
 The figure shows the training loss as logged (a pale line) and the validation loss (circles).
 """
 from common import startup  # noqa: F401  # isort: skip  (before torch is imported)
-import argparse
 import itertools
 import math
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 
 from common.errors import UserError
 from configurator import run_program
+from data.making.script import Arguments
 from training.loop.log import read_metrics
 from training.plot.figures import COLOURS, save, subplots
 
@@ -68,9 +68,7 @@ def draw(folders: list[str], path: Path, x: str = 'iter') -> None:
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(
-        prog='python -m training.plot', description=__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__, prog='python -m training.plot')
     parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR',
                         help='folder with a metrics.jsonl, written by train.py')
     parser.add_argument('--out', metavar='FILE', type=Path,
