@@ -24,18 +24,18 @@ CORE_TOKENS = 15_660
 # number. These are the sizes of today; the aim is 24,000 lines without tests, 21,500 of tests.
 BUDGETS = {
     'nanokv.py': 250,
-    'train.py sample.py chat.py serve.py ablate.py bench.py': 953,
-    'lab/': 4_123,
-    'serving/': 1_305,
+    'train.py sample.py chat.py serve.py ablate.py bench.py': 1_092,
+    'lab/': 4_126,
+    'serving/': 1_307,
     'interop/': 1_592,
-    'training/': 3_394,
+    'training/': 3_388,
     'extension/': 130,
-    'engine/': 4_463,
-    'attention/': 776,  # without the core, like kv/
-    'kv/': 1_156,
+    'engine/': 4_452,
+    'attention/': 770,  # without the core, like kv/
+    'kv/': 1_201,
     'data/': 2_087,
-    'common/ config/ configurator.py': 1_957,
-    'tests/': 21_694,
+    'common/ config/ configurator.py': 1_840,
+    'tests/': 21_600,
 }
 house = pytest.mark.house
 
