@@ -31,7 +31,7 @@ BUDGETS = {
     'training/': 3_388,
     'extension/': 130,
     'engine/': 4_452,
-    'attention/': 770,  # without the core, like kv/
+    'attention/': 772,  # without the core, like kv/
     'kv/': 1_201,
     'data/': 2_087,
     'common/ config/ configurator.py': 1_840,
