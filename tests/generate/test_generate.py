@@ -113,15 +113,12 @@ def test_each_prompt_gets_the_tokens_it_gets_alone(kind, lengths, sampler):
     assert torch.equal(torch.cat(list(made), dim=1), alone(model, prompts, 30, sampler))
 
 
-def test_only_rows_past_block_size_are_recomputed_and_no_finished_ones(monkeypatch):
+def test_only_rows_past_block_size_are_recomputed_and_no_finished_ones(recorded):
     """Records (shape, lens) of each forward pass: passes with lens use the cache."""
-    fed, plain, model = [], GPT.forward, sharp_model(VANILLA)
-
-    def forward(self, idx, **kw):
+    def note(self, idx, **kw):
         assert ('cache' in kw) == ('lens' in kw)
-        fed.append((tuple(idx.shape), kw.get('lens')))
-        return plain(self, idx, **kw)
-    monkeypatch.setattr(GPT, 'forward', forward)
+        return tuple(idx.shape), kw.get('lens')
+    fed, model = recorded(GPT, 'forward', note), sharp_model(VANILLA)
     list(Generation(model, prompts_of((30, 22, 3, 23)), 5, Sampler(0)))
     assert fed == [((4, 23), [0, 22, 3, 23]), ((1, 24), None),
                    ((4, 1), [0, 1, 1, 1]), ((1, 24), None),
