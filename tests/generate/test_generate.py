@@ -231,19 +231,14 @@ def generators(first, count, seed=5):
     return sample_generators(seed, first + count, CPU)[first:]
 
 
-def rows_drawn(gens, n=20):
-    logits = torch.linspace(0, 1, 9).expand(len(gens), 9)
-    sampler = TopPSampler(generators=gens)
-    return torch.cat([sampler(logits) for _ in range(n)], dim=1)
-
-
 def test_sample_0_goes_on_where_the_global_generator_stands():
     torch.manual_seed(5)
     torch.randn(100)  # as building a model does
     gens = sample_generators(5, 2, CPU)
     assert torch.equal(gens[0].get_state(), torch.get_rng_state())
-    expected = torch.cat([TopPSampler()(torch.linspace(0, 1, 9)[None]) for _ in range(20)], dim=1)
-    assert torch.equal(rows_drawn(gens[:1]), expected)
+    samplers, logits = (TopPSampler(generators=gens[:1]), TopPSampler()), torch.linspace(0, 1, 9)
+    assert torch.equal(*(torch.cat([sampler(logits[None]) for _ in range(20)])
+                         for sampler in samplers))
 
 
 def test_later_samples_depend_on_seed_and_index_alone():

@@ -79,10 +79,6 @@ def test_what_is_not_plain_is_refused(written, changes, message):
         load_checkpoint(written({}, **changes))
 
 
-def full_disk(*_):
-    raise OSError(28, 'No space left on device')
-
-
 def test_a_disk_that_fills_up_ends_the_run_with_what_it_has(tmp_path, at_step, val_losses, capsys):
     """The best is not renamed before the new one is complete. torch's own error message is about
     positions in the file."""
@@ -120,8 +116,8 @@ def test_two_interrupts_while_writing_leave_the_previous_checkpoint(tmp_path, mo
 # -- on disk at every moment -----------------------------------------------------------------------
 
 @pytest.mark.parametrize('copied', [False, True], ids=['saved', 'copied'])
-def test_a_file_is_on_disk_before_the_rename_and_the_rename_after_it(tmp_path, monkeypatch, recorded,
-                                                                      copied):
+def test_a_file_is_on_disk_before_the_rename_and_the_rename_after_it(
+        tmp_path, monkeypatch, recorded, interrupt, copied):
     events = []
 
     def synced(number):
@@ -133,8 +129,8 @@ def test_a_file_is_on_disk_before_the_rename_and_the_rename_after_it(tmp_path, m
     recorded(os, 'fsync', synced)
     recorded(os, 'replace', lambda *names: events.append('rename'))
     if copied:
-        with monkeypatch.context() as patch, pytest.raises(OSError, match='No space left'):
-            patch.setattr(os, 'fsync', full_disk)
+        interrupt('os.fsync', {1: 'before'}.get, OSError(28, 'No space left on device'))
+        with pytest.raises(OSError, match='No space left'):
             link_or_copy(tmp_path / 'a', tmp_path / 'b')
         assert contents(tmp_path)['b'] == b'the previous one'
         assert contents(tmp_path).keys() == {'a', 'b'}
