@@ -2,6 +2,7 @@
 examples."""
 import importlib.util
 import os
+import pydoc
 
 # set before importing torch, and for programs that tests start: threads do not help tiny models
 os.environ.setdefault('OMP_NUM_THREADS', '1')
@@ -75,3 +76,25 @@ def recorded(monkeypatch):
         monkeypatch.setattr(owner, name, call)
         return notes
     return record
+
+
+@pytest.fixture
+def interrupt(monkeypatch):
+    """`interrupt(name, when, error)`: the n-th call of the function with this full name raises the
+    error if `when(n)` is 'before' or 'after' (it has run). Returns a list with all n so far."""
+    def arm(name, when, error=KeyboardInterrupt):
+        owner, _, attribute = name.rpartition('.')
+        plain, calls = pydoc.locate(name), []
+
+        def interrupted(*args, **kwargs):
+            calls.append(len(calls) + 1)
+            moment = when(calls[-1])
+            if moment == 'before':
+                raise error
+            result = plain(*args, **kwargs)
+            if moment == 'after':
+                raise error
+            return result
+        monkeypatch.setattr(pydoc.locate(owner), attribute, interrupted)
+        return calls
+    return arm

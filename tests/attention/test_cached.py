@@ -98,16 +98,12 @@ def test_scores_are_at_least_float32():
 @pytest.mark.parametrize('t, n_keys, dtype, window', [
     (5, 5, torch.float32, 0), (5, 5, torch.float32, 3), (3, 9, torch.float32, 4),
     (1, 9, torch.bfloat16, 0)], ids=['prompt', 'local prompt', 'local chunk', 'one token'])
-def test_prompts_build_no_plan_for_each_length(monkeypatch, t, n_keys, dtype, window):
+def test_prompts_build_no_plan_for_each_length(monkeypatch, recorded, t, n_keys, dtype, window):
     """On CUDA, where torch prefers cuDNN, which does."""
-    allowed, sdpa = [], F.scaled_dot_product_attention
-
-    def recorded(*args, **kwargs):
-        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
-        return sdpa(*args, **kwargs)
     on_cuda = functools.partial(backends.sdpa_of_any_shape, torch.device('cuda'))
     monkeypatch.setattr('attention.cached.sdpa_of_any_shape', lambda device: on_cuda())
-    monkeypatch.setattr(F, 'scaled_dot_product_attention', recorded)
+    allowed = recorded(F, 'scaled_dot_product_attention',
+                       lambda *args, **kwargs: torch.backends.cuda.cudnn_sdp_enabled())
     cached_attention(*qkv(t, n_keys, dtype=dtype), window=window)
     assert allowed and not any(allowed)
     assert torch.backends.cuda.cudnn_sdp_enabled()

@@ -15,11 +15,6 @@ def random(*shape, dtype=torch.float64, seed=0):
                        dtype=torch.float64).to(dtype)
 
 
-def turned(table, x, start=0):
-    """Rotate x (B, h, t, D) at positions start, start + 1, ..."""
-    return apply_rope(x, *table(start, start + x.size(2), 'cpu', x.dtype))
-
-
 @pytest.mark.parametrize('dtype, ulp, absolute', [
     (torch.float64, 0, 1e-9), (torch.float32, 0, 1e-6),
     (torch.bfloat16, 2 ** -8, 2e-6), (torch.float16, 2 ** -11, 2e-6)])
@@ -27,7 +22,7 @@ def test_far_positions_are_exact_and_half_precision_is_rotated_wide(dtype, ulp, 
     x, table = random(1, 2, 3, 8, dtype=dtype), RotaryTable(8, 10000.0)
     wide = torch.promote_types(dtype, torch.float32)
     assert {part.dtype for part in table(0, 4, 'cpu', dtype)} == {wide}
-    y = turned(table, x, FAR)
+    y = apply_rope(x, *table(FAR, FAR + 3, 'cpu', x.dtype))
     exact = rotate(x.double(), range(FAR, FAR + 3), 10000.0)
     assert y.dtype == dtype
     assert ((y.double() - exact).abs() <= ulp * exact.abs() + absolute).all()

@@ -314,14 +314,16 @@ def test_torchrun_is_told_the_reason(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize('program', ['sample', 'chat', 'serve', 'evaluate'])
-def test_two_folders_are_refused(tmp_path, program):
+def test_a_folder_is_accepted_and_two_are_refused(tmp_path, program):
     for name in ('a', 'b'):
         (tmp_path / name).mkdir()
     a, b = str(tmp_path / 'a'), str(tmp_path / 'b')
     for argv in ([a, b], [a, f'--out_dir={b}'], [f'--out_dir={b}', a]):
         with pytest.raises(UserError, match='two folders are given, .*/a and .*/b'):
             parse(*argv, program=program)
-    assert parse(a, f'--out_dir={a}/', a, program=program).out_dir == a
+    for argv in ([a], ['--seed=1', f'{a}/'], [a, f'--out_dir={a}/', a]):
+        s = parse(*argv, program=program)
+        assert s.out_dir.rstrip('/') == a and 'out_dir' in s.given
 
 
 def test_run_program_shows_warnings_as_one_line_without_their_source():

@@ -1,5 +1,6 @@
 """Helpers for the tests of data sets."""
 import io
+import os
 import sys
 import tarfile
 import types
@@ -9,6 +10,16 @@ from data.tokenizer import load_tokenizer
 
 DOCUMENTS = [f'the document number {i}, ' * (1 + i % 5) for i in range(400)]
 META = {'vocab_size': 3, 'itos': {0: 'a', 1: 'b', 2: 'c'}, 'stoi': {'a': 0, 'b': 1, 'c': 2}}
+
+
+class Bomb:
+    """Creates a folder when unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
 
 
 def contents(folder):

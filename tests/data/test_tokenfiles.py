@@ -1,6 +1,5 @@
 """Token files: round trip, refusals, windows across shards, and pickles that try to run code."""
 
-import os
 import pickle
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 from common.errors import UserError
 from data.making.writer import TokenWriter
 from data.tokenfiles import open_split, read_meta
-from tests.data.support import META, ids_of
+from tests.data.support import META, Bomb, ids_of
 from tests.helpers.datasets import write_dataset
 
 SPLITS = {'train': np.array([0, 1, 2, 1]), 'val': np.array([2, 0])}
@@ -28,18 +27,10 @@ def test_round_trip_is_nanogpts_format(tmp_path):
     assert read_meta(folder) == META
 
 
-class Malicious:
-    def __init__(self, target):
-        self.target = target
-
-    def __reduce__(self):
-        return os.system, (f'touch "{self.target}"',)
-
-
 def test_malicious_pickle_does_not_execute(tmp_path):
     target = tmp_path / 'executed'
-    (tmp_path / 'meta.pkl').write_bytes(pickle.dumps({'vocab_size': 3, 'extra': Malicious(target)}))
-    with pytest.raises(UserError, match='meta.pkl.*system'):
+    (tmp_path / 'meta.pkl').write_bytes(pickle.dumps({'vocab_size': 3, 'extra': Bomb(target)}))
+    with pytest.raises(UserError, match='meta.pkl.*mkdir'):
         read_meta(tmp_path)
     assert not target.exists()
     pickle.loads((tmp_path / 'meta.pkl').read_bytes())

@@ -1,6 +1,5 @@
 """Fixtures of the engine's tests."""
 import math
-import pydoc
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ READS = 'tolist', 'item', 'numpy', 'cpu', '__bool__', '__int__', '__float__'
 
 
 @pytest.fixture
-def waits(monkeypatch):
+def waits(monkeypatch, recorded):
     """Pretend that tensors are on another device. A list of what would wait for it: reading them,
     copying numbers from memory that is not pinned, and indexing with lists, which does so, too."""
     calls = []
@@ -18,13 +17,10 @@ def waits(monkeypatch):
         x.topk(k).values[:, -1:] if 0 < k < x.size(1) else torch.full_like(x[:, :1], -math.inf)))
 
     def record(owner, name, when):
-        plain = getattr(owner, name)
-
-        def recorded(*args, **kwargs):
+        def note(*args, **kwargs):
             if when(*args, **kwargs):
                 calls.append(name)
-            return plain(*args, **kwargs)
-        monkeypatch.setattr(owner, name, recorded)
+        recorded(owner, name, note)
 
     def with_list(x, index, *value):
         return any(isinstance(i, list) for i in (index if isinstance(index, tuple) else (index,)))
@@ -45,25 +41,3 @@ def waits(monkeypatch):
 def everywhere(monkeypatch):
     """Capture steps on this device too, where they are simply called."""
     monkeypatch.setattr('engine.steps.captured.suits_capture', lambda model: True)
-
-
-@pytest.fixture
-def interrupt(monkeypatch):
-    """`interrupt(name, when, error)`: the n-th call of the function with this full name raises the
-    error if `when(n)` is 'before' or 'after' (it has run). Returns a list with all n so far."""
-    def arm(name, when, error=KeyboardInterrupt):
-        owner, _, attribute = name.rpartition('.')
-        plain, calls = pydoc.locate(name), []
-
-        def interrupted(*args, **kwargs):
-            calls.append(len(calls) + 1)
-            moment = when(calls[-1])
-            if moment == 'before':
-                raise error
-            result = plain(*args, **kwargs)
-            if moment == 'after':
-                raise error
-            return result
-        monkeypatch.setattr(pydoc.locate(owner), attribute, interrupted)
-        return calls
-    return arm

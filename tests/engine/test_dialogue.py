@@ -136,15 +136,11 @@ def test_another_file_is_refused_and_changes_nothing(tmp_path):
         d.save(tmp_path / 'none' / 'chat.json')
 
 
-def test_only_its_owner_can_read_a_conversation(tmp_path, monkeypatch):
+def test_only_its_owner_can_read_a_conversation(tmp_path, recorded):
     """Not for a moment: the temporary file neither. A file of an earlier version becomes private
     when it is read."""
-    d, path, modes, replace = dialogue(), tmp_path / 'chat.json', [], os.replace
-
-    def replaced(source, target):
-        modes.append(stat.S_IMODE(os.stat(source).st_mode))
-        replace(source, target)
-    monkeypatch.setattr(os, 'replace', replaced)
+    d, path = dialogue(), tmp_path / 'chat.json'
+    modes = recorded(os, 'replace', lambda source, _: stat.S_IMODE(os.stat(source).st_mode))
     d.save(path)
     path.chmod(0o644)
     d.load(path)

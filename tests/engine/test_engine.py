@@ -17,10 +17,6 @@ from tests.helpers.serving import (
     budget_for, engines, model_of, needed, prompt, requests)
 
 
-def ask(engine, wanted):
-    return engine.generate([ids for ids, _ in wanted], [p for _, p in wanted])
-
-
 # -- results ---------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('kind', KINDS)
@@ -29,7 +25,7 @@ def ask(engine, wanted):
 def test_every_request_gets_the_tokens_of_full_forwards(kind, data):
     wanted = data.draw(requests())
     engine = data.draw(engines(model_of(kind), wanted))
-    completions = ask(engine, wanted)
+    completions = engine.generate([ids for ids, _ in wanted], [p for _, p in wanted])
     assert [c.prompt_tokens for c in completions] == [ids for ids, _ in wanted]
     for completion, (_, params) in zip(completions, wanted):
         assert_as_full_forwards_say(model_of(kind), completion, params)

@@ -21,10 +21,8 @@ from engine.steps import fused_linear as kernel  # noqa: E402
 ACTIVATIONS = {'': lambda x: x, 'none': F.gelu, 'relu2': lambda x: F.relu(x).square(),
                'tanh': lambda x: F.gelu(x, approximate='tanh')}
 interpreted = pytest.mark.skipif(not INTERPRETING, reason='interpreted where there is no GPU')
-DEVICES = [pytest.param('cpu', marks=interpreted), pytest.param('cuda', marks=pytest.mark.gpu)]
 
 
-@pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize('M, K, N, bias, norm, activation, residual', [
     (1, 48, 40, False, True, '', False), (1, 520, 16, True, False, '', True),
@@ -57,7 +55,6 @@ def test_a_layer_is_what_float64_gives(M, K, N, bias, norm, activation, residual
     assert error < 4 * torch.finfo(dtype).eps if dtype != torch.float32 else error < 2e-6
 
 
-@pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize('M, K, N, norm', [(1, 520, 16, True), (5, 96, 33, False),
                                            (20, 64, 40, True), (40, 1040, 24, False)])

@@ -97,15 +97,11 @@ def test_where_a_row_has_no_page_nothing_is_gathered():
                                         dense_attention(q[1:], second, second)]).float())
 
 
-def test_plain_torch_copies_about_a_tile_of_pages_at_a_time(monkeypatch):
+def test_plain_torch_copies_about_a_tile_of_pages_at_a_time(monkeypatch, recorded):
     """Not every row as wide as the longest, nor rows that append nothing."""
-    model, copied = random_model(STACK).float(), []
+    model = random_model(STACK).float()
     monkeypatch.setattr(cache_module, 'TILE', 8 * 4 * STACK.head_dim)  # 8 pages
-
-    def spy(q, pool, table, *args):
-        copied.append(tuple(table.shape))
-        return table_attention(q, pool, table, *args)
-    monkeypatch.setattr(cache_module, 'table_attention', spy)
+    copied = recorded(cache_module, 'table_attention', lambda q, pool, table, *_: (*table.shape,))
     lens = [40, 2, 1, 3, 33, 2]
     paged, plain = (model.new_cache(6, 60, **kind) for kind in (dict(
         cache_class=PagedKVCache, n_pages=60, page_size=4), {}))

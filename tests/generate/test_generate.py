@@ -113,15 +113,12 @@ def test_each_prompt_gets_the_tokens_it_gets_alone(kind, lengths, sampler):
     assert torch.equal(torch.cat(list(made), dim=1), alone(model, prompts, 30, sampler))
 
 
-def test_only_rows_past_block_size_are_recomputed_and_no_finished_ones(monkeypatch):
+def test_only_rows_past_block_size_are_recomputed_and_no_finished_ones(recorded):
     """Records (shape, lens) of each forward pass: passes with lens use the cache."""
-    fed, plain, model = [], GPT.forward, sharp_model(VANILLA)
-
-    def forward(self, idx, **kw):
+    def note(self, idx, **kw):
         assert ('cache' in kw) == ('lens' in kw)
-        fed.append((tuple(idx.shape), kw.get('lens')))
-        return plain(self, idx, **kw)
-    monkeypatch.setattr(GPT, 'forward', forward)
+        return tuple(idx.shape), kw.get('lens')
+    fed, model = recorded(GPT, 'forward', note), sharp_model(VANILLA)
     list(Generation(model, prompts_of((30, 22, 3, 23)), 5, Sampler(0)))
     assert fed == [((4, 23), [0, 22, 3, 23]), ((1, 24), None),
                    ((4, 1), [0, 1, 1, 1]), ((1, 24), None),
@@ -234,19 +231,14 @@ def generators(first, count, seed=5):
     return sample_generators(seed, first + count, CPU)[first:]
 
 
-def rows_drawn(gens, n=20):
-    logits = torch.linspace(0, 1, 9).expand(len(gens), 9)
-    sampler = TopPSampler(generators=gens)
-    return torch.cat([sampler(logits) for _ in range(n)], dim=1)
-
-
 def test_sample_0_goes_on_where_the_global_generator_stands():
     torch.manual_seed(5)
     torch.randn(100)  # as building a model does
     gens = sample_generators(5, 2, CPU)
     assert torch.equal(gens[0].get_state(), torch.get_rng_state())
-    expected = torch.cat([TopPSampler()(torch.linspace(0, 1, 9)[None]) for _ in range(20)], dim=1)
-    assert torch.equal(rows_drawn(gens[:1]), expected)
+    samplers, logits = (TopPSampler(generators=gens[:1]), TopPSampler()), torch.linspace(0, 1, 9)
+    assert torch.equal(*(torch.cat([sampler(logits[None]) for _ in range(20)])
+                         for sampler in samplers))
 
 
 def test_later_samples_depend_on_seed_and_index_alone():

@@ -187,17 +187,11 @@ def test_options_that_the_model_does_not_have(folder, settings):
     refused(folder, folder / 'config.json', f'{name}={value!r}')
 
 
-def lm_head_of_its_own(tensors):
-    tensors['lm_head.weight'] = tensors['transformer.wte.weight'] + 1
-
-
-def repeated(tensors):
-    tensors['wpe.weight'] = tensors['transformer.wpe.weight'].clone()
-
-
 @pytest.mark.parametrize('change, named', [
-    (lm_head_of_its_own, ['lm_head.weight differs', 'tie_word_embeddings']),
-    (repeated, ['wpe.weight', 'a second time']),
+    (lambda t: t.update({'lm_head.weight': t['transformer.wte.weight'] + 1}),
+     ['lm_head.weight differs', 'tie_word_embeddings']),
+    (lambda t: t.update({'wpe.weight': t['transformer.wpe.weight'].clone()}),
+     ['wpe.weight', 'a second time']),
     (lambda t: t.pop('transformer.h.1.ln_2.bias'), ['Missing', 'h.1.ln_2.bias']),
     (lambda t: t.clear(), ['Missing', 'h.0.attn.c_attn.weight']),
     (lambda t: t.update(score=torch.ones(3)), ['Unexpected', 'score']),

@@ -185,10 +185,10 @@ FLAGS = dict(n_layer=6, n_head=2, n_embd=64, block_size=256, pos_embedding='rope
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run(monkeypatch, capsys, recorded):
     """bench.py's document, the prompts that vLLM got, and those that our engine got."""
     pytest.importorskip('transformers')  # writes the model that vLLM reads
-    asked, ours = [], []
+    asked = []
 
     class LLM:
         def __init__(self, model, dtype, max_model_len, max_num_seqs, **_):
@@ -203,9 +203,7 @@ def run(monkeypatch, capsys):
 
     module = SimpleNamespace(LLM=LLM, SamplingParams=SimpleNamespace, __version__='0')
     monkeypatch.setitem(sys.modules, 'vllm', module)
-    plain = Engine.generate
-    monkeypatch.setattr(Engine, 'generate', lambda engine, prompts, params: (
-        ours.append(prompts), plain(engine, prompts, params))[1])
+    ours = recorded(Engine, 'generate', lambda engine, prompts, params: prompts)
 
     def call(**settings):
         bench.main(flags(FLAGS | settings | dict(json=True)))

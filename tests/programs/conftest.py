@@ -68,15 +68,9 @@ def val_losses(monkeypatch):
 
 
 @pytest.fixture
-def saved(monkeypatch):
+def saved(recorded):
     """The iterations at which a checkpoint was written."""
-    written, plain = [], torch.save
-
-    def save(checkpoint, f):
-        written.append(checkpoint['iter_num'])
-        plain(checkpoint, f)
-    monkeypatch.setattr(torch, 'save', save)
-    return written
+    return recorded(torch, 'save', lambda checkpoint, file: checkpoint['iter_num'])
 
 
 @pytest.fixture(scope='session')

@@ -74,17 +74,11 @@ def test_commands(talk):
     assert len(talk.turns()) == 2
 
 
-def test_ctrl_c_ends_a_reply_and_keeps_its_text(talk, monkeypatch, tmp_path):
-    plain, steps = Engine.step, iter(range(100))
-
-    def step(engine):
-        if next(steps) == 1:
-            raise KeyboardInterrupt
-        return plain(engine)
+def test_ctrl_c_ends_a_reply_and_keeps_its_text(talk, interrupt, tmp_path):
     # without an interrupt it would continue: fghij...
     settings = dict(turn='{name}e{text}d', temperature=0, max_new_tokens=60)
     whole = talk(['ab'], history=tmp_path / 'other.json', **settings)
-    monkeypatch.setattr(Engine, 'step', step)
+    interrupt('engine.engine.Engine.step', {2: 'before'}.get)
     talk(['ab', 'ba'], **settings)
     turns = talk.turns()
     assert len(turns) == 4 and len(turns[1][1]) == 1 and f'be{turns[1][1]}' in whole

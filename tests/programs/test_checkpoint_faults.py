@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common.errors import UserError
-from tests.programs.support import Died, contents, die, kept, no_links, run_train
+from tests.programs.support import Died, contents, kept, no_links, run_train
 from model import GPT, GPTConfig
 from training.checkpoint.file import link_or_copy, load_checkpoint, load_weights, save_checkpoint
 
@@ -79,10 +79,6 @@ def test_what_is_not_plain_is_refused(written, changes, message):
         load_checkpoint(written({}, **changes))
 
 
-def full_disk(*_):
-    raise OSError(28, 'No space left on device')
-
-
 def test_a_disk_that_fills_up_ends_the_run_with_what_it_has(tmp_path, at_step, val_losses, capsys):
     """The best is not renamed before the new one is complete. torch's own error message is about
     positions in the file."""
@@ -120,24 +116,21 @@ def test_two_interrupts_while_writing_leave_the_previous_checkpoint(tmp_path, mo
 # -- on disk at every moment -----------------------------------------------------------------------
 
 @pytest.mark.parametrize('copied', [False, True], ids=['saved', 'copied'])
-def test_a_file_is_on_disk_before_the_rename_and_the_rename_after_it(tmp_path, monkeypatch, copied):
-    events, fsync, replace = [], os.fsync, os.replace
+def test_a_file_is_on_disk_before_the_rename_and_the_rename_after_it(
+        tmp_path, monkeypatch, recorded, interrupt, copied):
+    events = []
 
     def synced(number):
-        fsync(number)
         status = os.fstat(number)
         events.append('folder' if stat.S_ISDIR(status.st_mode) else status.st_size)
-
-    def renamed(*names):
-        events.append('rename')
-        replace(*names)
     (tmp_path / 'a').write_bytes(bytes(range(256)) * 5000)
     (tmp_path / 'b').write_text('the previous one')
-    for name, stand_in in (('link', no_links), ('fsync', synced), ('replace', renamed)):
-        monkeypatch.setattr(os, name, stand_in)
+    monkeypatch.setattr(os, 'link', no_links)
+    recorded(os, 'fsync', synced)
+    recorded(os, 'replace', lambda *names: events.append('rename'))
     if copied:
-        with monkeypatch.context() as patch, pytest.raises(OSError, match='No space left'):
-            patch.setattr(os, 'fsync', full_disk)
+        interrupt('os.fsync', {1: 'before'}.get, OSError(28, 'No space left on device'))
+        with pytest.raises(OSError, match='No space left'):
             link_or_copy(tmp_path / 'a', tmp_path / 'b')
         assert contents(tmp_path)['b'] == b'the previous one'
         assert contents(tmp_path).keys() == {'a', 'b'}
@@ -152,21 +145,14 @@ def test_a_file_is_on_disk_before_the_rename_and_the_rename_after_it(tmp_path, m
 
 @pytest.mark.parametrize('at, links', [*((at, True) for at in range(6)), (5, False)])
 def test_killed_at_any_rename_there_is_a_checkpoint_to_resume_from(
-        tmp_path, monkeypatch, val_losses, at, links):
+        tmp_path, monkeypatch, interrupt, val_losses, at, links):
     val_losses[4] = 1.0
     settings = dict(eval_interval=2, max_iters=8)
-    replace, calls = os.replace, []
-
-    def killed(*names):
-        calls.append(1)
-        if len(calls) == at + 1:
-            die()
-        replace(*names)
+    run_train(tmp_path, **settings | dict(max_iters=2))
+    interrupt('os.replace', {at + 1: 'before'}.get, Died)
     with monkeypatch.context() as patch:
-        run_train(tmp_path, **settings | dict(max_iters=2))
         if not links:
             patch.setattr(os, 'link', no_links)
-        patch.setattr(os, 'replace', killed)
         with pytest.raises(Died):
             run_train(tmp_path, **settings, init_from='resume')
     load_checkpoint(tmp_path / 'ckpt.pt')

@@ -6,10 +6,8 @@ import sys
 
 import pytest
 
-import chat
 import configurator
 import sample
-import serve
 import train
 from common.errors import UserError
 from data.text import prepare
@@ -96,16 +94,6 @@ def test_without_arguments_the_newest_run_is_taken_and_named(runs, capsys):
     (runs / 'out-old').rename(runs / 'out')  # the default folder comes first
     sample.main(FEW)
     assert 'newest' not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize('program', [sample, chat, serve])
-def test_a_folder_is_accepted(program, runs, monkeypatch):
-    asked = []
-    monkeypatch.setattr(program, 'load', lambda s: asked.append(s.out_dir) or 1 / 0)
-    for argv in (['out-old'], ['--seed=1', 'out-old/'], ['--out_dir=out-old', 'out-old']):
-        with pytest.raises(ZeroDivisionError):
-            program.main([*argv, *(['--port=0'] if program is serve else [])])
-    assert [name.rstrip('/') for name in asked] == ['out-old'] * 3
 
 
 def test_a_folder_that_was_given_is_not_replaced_by_another(runs):

@@ -135,9 +135,8 @@ def test_a_run_is_sampled_without_its_data_set_and_without_dropout(
 
 @pytest.mark.parametrize('kind, parallel', [('vanilla', 1), ('full', 3)])
 def test_samples_end_before_a_stop_text_and_a_batch_with_its_longest_sample(
-        capsys, trained, monkeypatch, kind, parallel):
-    steps, plain = [], sample.Generation.__next__
-    monkeypatch.setattr(sample.Generation, '__next__', lambda g: steps.append(1) or plain(g))
+        capsys, trained, recorded, kind, parallel):
+    steps = recorded(sample.Generation, '__next__', lambda generation: 1)
     settings = dict(num_samples=3, parallel=parallel, **LONG)
     whole = texts(capsys, trained[kind], **settings)
     # none of them comes without a 'd' or a newline after the prompt

@@ -1,21 +1,13 @@
 """Logging to Weights & Biases and TensorBoard."""
 import sys
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common.errors import UserError
 from tests.programs.support import VANILLA, metrics, run_train
-
-
-class FakeWandB:
-    def __init__(self):
-        self.rows, self.finished = [], False
-
-    def init(self, **kwargs):
-        self.kwargs = kwargs
-        return SimpleNamespace(log=self.rows.append, finish=lambda: setattr(self, 'finished', True))
 
 
 def scalars(out_dir):
@@ -26,15 +18,17 @@ def scalars(out_dir):
 
 
 def test_wandb_gets_nanogpts_rows(tmp_path, monkeypatch):
-    fake = FakeWandB()
-    monkeypatch.setitem(sys.modules, 'wandb', fake)
+    wandb = MagicMock()
+    monkeypatch.setitem(sys.modules, 'wandb', wandb)
     run_train(tmp_path / 'out', wandb_log=True, wandb_project='p', wandb_run_name='r', max_iters=12)
-    assert fake.kwargs['project'] == 'p' and fake.kwargs['name'] == 'r'
-    assert fake.kwargs['config']['n_embd'] == 16
-    assert [row['iter'] for row in fake.rows] == [0, 10, 12] and fake.finished
-    assert all(row.keys() == {'iter', 'train/loss', 'val/loss', 'lr', 'mfu'} for row in fake.rows)
+    given, run = wandb.init.call_args.kwargs, wandb.init.return_value
+    assert (given['project'], given['name'], given['config']['n_embd']) == ('p', 'r', 16)
+    run.finish.assert_called_once_with()
+    rows = [row for call in run.log.call_args_list for row in call.args]
+    assert [row['iter'] for row in rows] == [0, 10, 12]
+    assert all(row.keys() == {'iter', 'train/loss', 'val/loss', 'lr', 'mfu'} for row in rows)
     evaluated = [row['val_loss'] for row in metrics(tmp_path / 'out') if 'val_loss' in row]
-    assert [row['val/loss'] for row in fake.rows] == evaluated
+    assert [row['val/loss'] for row in rows] == evaluated
 
 
 def test_tensorboard_gets_evaluations_and_steps(tmp_path):

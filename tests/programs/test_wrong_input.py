@@ -2,7 +2,6 @@
 
 What only one room can refuse is tested there, without a program.
 """
-import os
 import pickle
 import shutil
 
@@ -15,7 +14,8 @@ import sample
 import train
 from configurator import run_program
 from interop import evaluate
-from tests.programs.support import ALPHABET, FULL_STACK, VANILLA, flags, load, make_tiny, meta_of
+from tests.data.support import Bomb
+from tests.programs.support import ALPHABET, VANILLA, flags, load, make_tiny, meta_of
 
 
 def files_under(folder):
@@ -206,16 +206,6 @@ def change(out, act):
     torch.save(checkpoint, out / 'ckpt.pt')
 
 
-class Bomb:
-    """Creates a folder when unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
 @pytest.mark.parametrize('content', [
     lambda path, bomb: path.unlink(), lambda path, bomb: path.write_bytes(b''),
     lambda path, bomb: path.write_bytes(b'PK\x03\x04 half a zip'),
@@ -257,12 +247,3 @@ def test_checkpoint_whose_contents_do_not_fit(refused, out, programs, act, named
     change(out, act)
     for main, settings in programs:
         refused(main, settings(out), *named)
-
-
-def test_good_checkpoints_pass(out, own_data_root, trained, tmp_path):
-    """The checkpoints that the cases above start from are accepted."""
-    train.main(flags(for_train(out, max_iters=10)))
-    sample.main(flags(for_sample(out, start=ALPHABET[:5])))
-    shutil.copytree(trained['full'], tmp_path / 'full')
-    resumed = dict(out_dir=tmp_path / 'full', init_from='resume', max_iters=10)
-    train.main(flags(FULL_STACK | resumed))

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.engine import Engine
 from engine.pages.view import RowView
 from engine.requests.params import SamplingParams
 from serving.worker import Choice, Ticket, Worker
@@ -156,15 +155,9 @@ def test_data_lines_are_those_of_v1(serve, unlimited, path, watched, fields):
         assert server.metric('requests_total', route=route, status='200') == 1
 
 
-def test_a_failed_step_and_an_error_within_a_stream(serve, unlimited, monkeypatch):
-    server, steps, plain = serve(prefix_budget=10 ** 6), [], Engine._forward
-
-    def forward(engine, *args):
-        steps.append(1)
-        if len(steps) in (2, 5):
-            raise MemoryError
-        return plain(engine, *args)
-    monkeypatch.setattr(Engine, '_forward', forward)
+def test_a_failed_step_and_an_error_within_a_stream(serve, unlimited, monkeypatch, interrupt):
+    server = serve(prefix_budget=10 ** 6)
+    steps = interrupt('engine.engine.Engine._forward', {2: 'before', 5: 'before'}.get, MemoryError)
     monkeypatch.setattr(server.engine, 'fast_decode', None)
     monkeypatch.setattr('serving.worker.log.disabled', True)
     events = pages_carried(read(watch(server, prompt=TEXT[:20], max_tokens=8))[0])

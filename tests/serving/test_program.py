@@ -12,14 +12,11 @@ from starlette.testclient import TestClient
 import serve
 from common.errors import UserError
 from serving.server import bind
-from tests.programs.support import ROOT, TINY, flags, make_tiny
+from tests.programs.support import LAUNCH, ROOT, TINY, flags, make_tiny
 
 NAMES = ('dataset', 'device', 'n_layer', 'n_head', 'n_embd', 'block_size')
 SETTINGS = {name: TINY[name] for name in NAMES} | dict(
     init_from='random', user='a', reply_as='b', turn='{name}c{text}d', port=0)
-LAUNCH = ('import sys, pathlib, configurator, interop.load, serve; '
-          'interop.load.DATA_ROOT = pathlib.Path(sys.argv.pop(1)); '
-          'configurator.run_program(serve.main)')
 
 
 @pytest.fixture
@@ -33,8 +30,9 @@ def data_root(tmp_path, monkeypatch):
                                             pytest.param(signal.SIGTERM, -signal.SIGTERM,
                                                          marks=pytest.mark.slow)])
 def test_it_serves_until_a_signal(data_root, number, status):
-    program = subprocess.Popen([sys.executable, '-c', LAUNCH, str(data_root), *flags(SETTINGS)],
-                               cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    program = subprocess.Popen([sys.executable, '-c', LAUNCH.format('serve'), str(data_root),
+                                *flags(SETTINGS)], cwd=ROOT, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                preexec_fn=lambda: signal.signal(signal.SIGINT,
                                                                 signal.default_int_handler))
     try:

@@ -101,15 +101,10 @@ def test_waiting_is_counted_and_no_thread_stays(folder, monkeypatch):
         assert threading.active_count() == before
 
 
-def test_an_error_is_told_again_until_it_goes_back(folder, monkeypatch):
-    batches, plain, n = batches_of(folder, 2), TokenBatches.next, []
-
-    def fail(self):
-        n.append(1)
-        if len(n) == 3:
-            raise SystemExit('not an Exception')
-        return plain(self)
-    monkeypatch.setattr(TokenBatches, 'next', fail)
+def test_an_error_is_told_again_until_it_goes_back(folder, interrupt):
+    batches = batches_of(folder, 2)
+    interrupt('training.loop.batches.TokenBatches.next', {3: 'before'}.get,
+              SystemExit('not an Exception'))
     batches.next()
     batches.next()
     state = batches.state

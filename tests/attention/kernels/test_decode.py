@@ -244,24 +244,6 @@ def test_lengths_of_splits(n_programs, S, decoding, block_n, num_warps, expected
     assert n * block_n == expected and -(-S // expected) <= 64
 
 
-@pytest.mark.parametrize('kv_dtype', [torch.float32, torch.int8])
-def test_empty_splits_are_neither_written_nor_read(device, kv_dtype, monkeypatch):
-    """Short rows beside a long one: memory that happens to be NaN has no effect."""
-    lengths, n_joined = torch.tensor([300, 20, 0, 17]), []
-    q, q_cpu, k, k64, v, v64 = inputs(device, (4, 4, 1, 16), (4, 2, 300, 16), kv_dtype)
-    empty = torch.Tensor.new_empty
-
-    def unwritten(x, *shape, **how):
-        if len(shape) > 2:
-            n_joined.append(shape[1])
-            return empty(x, *shape, **how).fill_(torch.nan)
-        return empty(x, *shape, **how)
-    monkeypatch.setattr(torch.Tensor, 'new_empty', unwritten)
-    y = attend(q, k, v, kv_lens=lengths.to(device), tuning=Tuning(n_splits=5))
-    seen = torch.arange(300) < lengths[:, None, None]
-    assert n_joined == [5, 5] and off(y, dense(q_cpu, k64, v64, seen)) < 2e-5
-
-
 def test_what_it_serves(monkeypatch):
     """No float64, no odd widths of int8, and the CPU only if that is requested."""
     served = []
