@@ -4,7 +4,7 @@ import torch
 
 from common.gpt_config import GPTConfig
 from engine import native
-from tests.engine import test_linear, test_weights
+from tests.engine import test_chunks, test_linear, test_weights
 from tests.engine.test_native import (
     CHUNKS, KINDS, bound_of, caches, largest_gap, largest_gap_of_chunks, prompts,
     test_other_weights_stay_close as check_other_weights)
@@ -69,6 +69,11 @@ def test_matmuls(decode_on_arm):
     for n_rows in (1, 5, 18):
         test_weights.test_int4_matmuls_equal_exact_sums_by_group(True, n_rows, 40, 96, 32)
         test_weights.test_matmuls_equal_exact_sums_of_integers(True, n_rows, 40, 60)
+
+
+@pytest.mark.parametrize('kv_dtype', ['float32', 'bfloat16', 'int8', 'int4'])
+def test_chunks_of_prompts(decode_on_arm, kv_dtype):
+    test_chunks.test_it_equals_dense_attention(3, 1, 24, kv_dtype)
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
