@@ -29,7 +29,7 @@ def test_one_clock(markup_server, visit, monkeypatch):
         page.locator('#slider').fill(str(i))
         drawn(page)
         frame = page.evaluate('nanokv.frame()')
-        assert (frame['time'] >= frame['first_token']) or frame['length'] < frame['prompt']
+        assert frame['length'] < frame['prompt'] or frame['time'] >= frame['first_token']
 
 
 def test_another_model_since_the_last_message(markup_server, visit):
