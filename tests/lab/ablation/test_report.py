@@ -6,6 +6,7 @@ from lab.ablation.ladder import read_ladder
 from lab.ablation.results import Results
 from lab.ablation.summary import summarize
 from tests.lab.ablation.conftest import SMALL
+from training.plot.figures import plain_log_ticks, subplots
 
 CONFIG = SMALL + '''
 contexts = '64'
@@ -139,3 +140,14 @@ side_rows = {'local': ('+ window', dict(layer_pattern='LLLL', kv_share='AABB', n
     assert found['8 to 15: 5'] == '0.250' and found['new: 9'] == '7.000'
     assert found['kept'] == '62 %' and cells(table)['MHA']['kept'] == '100 %'
     assert 'from 32 tokens on' in table.title
+
+
+@pytest.mark.parametrize('low, high, labels', [
+    (1, 2000, ['1', '10', '100', '1,000']), (3.0, 3.3, ['3', '3.1', '3.2', '3.3'])])
+def test_ticks_are_plain_numbers(low, high, labels):
+    with subplots() as (_, axis):
+        axis.set(xscale='log', xlim=(low, high))
+        plain_log_ticks(axis.xaxis, low, high, subs=(1,))
+        axis.figure.canvas.draw()
+        shown = [label.get_text() for label in axis.get_xticklabels()]
+    assert set(labels) <= set(shown)
