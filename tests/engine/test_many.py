@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+import sample
 from common.errors import UserError
 from engine.engine import Engine
 from engine.text.many import ROWS, complete, fitted, json_lines, make_engine
@@ -240,3 +241,16 @@ def test_prompts_that_the_alphabet_lacks_get_an_error_of_their_own(lines_in):
     assert [list(line.ids) for line in lines] == [[0, 1], [], [], [1]] and lines[2] == read[2]
     assert lines[1].error.startswith(f"{read[1].where}: ") and "'X'" in lines[1].error
     assert (lines[1].prompt, lines[3].error) == ('aXb', '') and read[1].error == ''
+
+
+def test_a_line_may_need_the_whole_budget():
+    model, line = model_of('full stack'), PromptLine('line 1', 1, ids=[1, 2, 3])
+    needed = model.plan.nbytes(1, 3 + 9, 'float64')
+    for budget, refused in ((needed, False), (needed - 1, True)):
+        [fit] = fitted(model, [line], 9, budget, 'float64')
+        assert bool(fit.error) == refused
+
+
+def test_help_says_how_many_rows_there_are_by_default():
+    meaning = sample.Settings.__dataclass_fields__['parallel'].metadata['meaning']
+    assert f'up to {ROWS}' in meaning

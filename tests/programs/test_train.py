@@ -1,6 +1,7 @@
 """train.py on tiny models: log lines, metrics and checkpoints in nanoGPT's format."""
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import train
 from common.gpt_config import GPTConfig
 from model import GPT
 from tests.programs.support import FULL_STACK, VANILLA, load, run_train
+from training.loop.log import StepClock
 from training.step.flops import flops_per_token
 
 NANOGPT_KEYS = {'model', 'optimizer', 'model_args', 'iter_num', 'best_val_loss', 'config'}
@@ -132,3 +134,19 @@ def test_evaluation_uses_the_same_windows_every_time_and_no_dropout(tmp_path):
                      min_lr=0.0).rows
     assert len({row['val_loss'] for row in rows}) == len({row['train_loss'] for row in rows}) == 1
     assert len({row['loss'] for row in rows}) == 3
+
+
+def test_means_of_the_clock_follow_nanogpts_weights():
+    """A tenth of the newest; MFU from the sixth iteration on, seconds from the second."""
+    steps = iter([0.5, 0.7, 0.1])
+    clock, run = StepClock(first=3), SimpleNamespace(
+        iter_num=3, ranks=SimpleNamespace(world_size=2),
+        s=SimpleNamespace(batch_size=6, gradient_accumulation_steps=4),
+        model=SimpleNamespace(estimate_mfu=lambda n, dt: next(steps) if n == 12 else 9.9))
+    found = []
+    for run.iter_num, seconds in zip(range(3, 11), (9.0, 1.0, *[2.0] * 6)):
+        clock.measured(run, seconds)
+        found.append((clock.mfu, clock.mean_dt))
+    assert found[0] == (-1.0, 0.0) and found[1] == (-1.0, 1.0)
+    assert found[2] == (-1.0, pytest.approx(1.1))
+    assert [mfu for mfu, _ in found[5:]] == pytest.approx([0.5, 0.52, 0.478])
