@@ -25,15 +25,21 @@ from common.errors import UserError
 from common.folder_lock import only_writer
 from common.settings import GPT2_FOLDER, GPT2_TYPES, Attention, Device, Model, OutDir, key
 from data.datasets import DATA_ROOT
+from training.checkpoint.manager import checkpoint_in, load_to_resume
+from training.device import keep_freed_memory
 from training.evaluate import bits_per_byte
+from training.loop.batches import DataSet
+from training.loop.build import build_model, move_to_device
 from training.loop.log import RunLog, StepClock, check_packages, open_trackers
-from training.loop.resume import resumed_after_restart
+from training.loop.resume import restore, resumed_after_restart
 from training.loop.run import Run
 from training.loop.settings import check_settings
 from training.loop.signals import StopRequest
-from training.memory.measure import memory_line
+from training.memory.measure import memory_line, print_memory_report
+from training.native.loading import training_dtype
+from training.parallel import fsdp
 from training.parallel.distributed import Ranks
-from training.step.optim import learning_rate_at, set_learning_rate
+from training.step.optim import learning_rate_at, make_optimizer, set_learning_rate
 
 
 @dataclass(frozen=True)
@@ -104,8 +110,7 @@ def main(argv=None):
         check_accumulation(s, ranks)
         if ranks.main:
             check_packages(s.wandb_log, s.tensorboard_log)
-        # data, model, optimizer, and where a checkpoint left off
-        run = Run(s, ranks, DATA_ROOT)
+        run = build(s, ranks)
         with contextlib.closing(run.batches):
             if nothing_to_do(run):
                 return
@@ -117,6 +122,42 @@ def main(argv=None):
             repeats = 0.0 if ranks.world_size == 1 else 5.0
             with StopRequest(repeats) as stop, open_log(run) as log:
                 train(run, log, stop)
+
+
+def build(s, ranks) -> Run:
+    """Data, model and optimizer in nanoGPT's order, as a checkpoint left them if one is resumed."""
+    keep_freed_memory(ranks.device)
+    dtype = training_dtype(s.dtype, s.compile, ranks.device)
+    if len(set(ranks.gather(dtype))) > 1:  # machines of different kinds
+        dtype = torch.float32
+    sharded = fsdp.used(s.parallel, ranks)
+    if s.parallel == 'fsdp':  # also with one process: a resumed run may have more
+        fsdp.check(s.memory_report, dtype)
+    torch.manual_seed(s.seed)
+    torch.set_float32_matmul_precision('high' if s.tf32 else 'highest')
+
+    origin = checkpoint_in(s.out_dir, s.resume_from)
+    saved = load_to_resume(origin) if s.init_from == 'resume' else None
+    with ranks.main_first():
+        data = DataSet(s, DATA_ROOT)
+    new_on = 'meta' if sharded and not ranks.main else 'cpu'
+    model, changed = build_model(s, data, saved, origin, new_on)
+    if sharded:  # only rank 0 has used its generator, to initialize weights
+        torch.set_rng_state(ranks.gather(torch.get_rng_state())[0])
+    batches = data.batches(s, model.config, ranks)
+
+    torch.manual_seed(s.seed + ranks.rank)  # dropout
+    move_to_device(model, s, ranks, dtype, sharded)
+    optimizer = make_optimizer(model, s, ranks.device.type)
+    run = Run(s, ranks, data, batches, model, changed, optimizer, dtype, origin)
+    run.batch = restore(run, saved) if saved else batches.next()
+    del saved
+    if s.memory_report and ranks.main:
+        print_memory_report(run)
+    if s.compile:
+        run.compile()
+    run.distribute()
+    return run
 
 
 def train(run, log, stop):
@@ -166,8 +207,8 @@ def evaluate(run, log, stop, lr, mfu):
         train_loss, val_loss = losses['train'], losses['val']
         log.line(f'step {run.iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}')
         row = {'train/loss': train_loss, 'val/loss': val_loss, 'lr': lr, 'mfu': mfu * 100}
-        if run.bytes_per_token:
-            bits = bits_per_byte(val_loss, 1, run.bytes_per_token)
+        if run.data.bytes_per_token:
+            bits = bits_per_byte(val_loss, 1, run.data.bytes_per_token)
             log.line(f'that val loss is {bits:.3f} bits per byte of text')
         for tracker in log.trackers:
             tracker.evaluated(run.iter_num, row)

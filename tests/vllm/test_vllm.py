@@ -54,7 +54,7 @@ def test_greedy_texts_are_ours(tmp_path, monkeypatch, name, ranks):
     llm = LLM(model=str(tmp_path), skip_tokenizer_init=True, dtype='float32', enforce_eager=True,
               max_model_len=MOST,
               tensor_parallel_size=ranks, enable_prefix_caching=True, max_num_seqs=8,
-              gpu_memory_utilization=0.1)
+              kv_cache_memory_bytes=2 ** 28)
     asked = prompts()[::4 if ranks > 1 else 1]
     params = SamplingParams(temperature=0, max_tokens=N_NEW, detokenize=False, ignore_eos=True)
     for _ in range(2):  # the second time from the prefix cache
@@ -84,4 +84,4 @@ def test_weights_of_another_shape_are_refused(tmp_path):
     with pytest.raises(ValueError,
                        match=r'mlp.c_fc.weight is \(320, 128\), config.json says \(256, 128\)'):
         LLM(model=str(tmp_path), skip_tokenizer_init=True, dtype='float32', enforce_eager=True,
-            max_model_len=MOST, gpu_memory_utilization=0.1)
+            max_model_len=MOST, kv_cache_memory_bytes=2 ** 28)

@@ -14,6 +14,8 @@ from data.datasets import ensure_dataset
 from data.order import RandomOrder, make_order
 from data.recall.tasks import IGNORE, task_of
 from data.tokenfiles import open_split, read_meta
+from data.tokenizer import bytes_per_token
+from training.checkpoint.file import tokens_id
 
 
 class TokenBatches:
@@ -178,21 +180,42 @@ def open_meta(s, data_root: Path) -> dict | None:
     return read_meta(ensure_dataset(s.dataset, data_root))
 
 
-def open_batches(s, config: GPTConfig, data_root: Path, ranks):
-    """Open the batches given by the settings, for one of the `Ranks`."""
-    generator = torch.Generator()
-    if s.data_seed >= 0:
-        generator.manual_seed(s.data_seed)
-    else:  # the state of nanoGPT's generator before its first batch
-        generator.set_state(torch.get_rng_state())
-    share, task = (s.batch_size, ranks.device, generator, ranks.rank, ranks.world_size), task_of(s)
-    seed = s.seed if s.data_seed < 0 else s.data_seed
-    if task:
-        if s.data_order != 'random':
+class DataSet:
+    """The data set of a run's settings, prepared if necessary.
+
+    Attributes:
+        task: a `data.recall` task, or None for token files in `folder`.
+        vocab_size, source: its own alphabet's (0: it has none), and what that was read from.
+        tokens: its `tokens_id`, which a checkpoint stores.
+        alphabet: its meta.pkl for the checkpoint, which a copy may be without; or None.
+        bytes_per_token: of text; 0 if there is no text.
+    """
+
+    def __init__(self, s, data_root: Path):
+        self.name, self.folder, self.task = s.dataset, data_root / s.dataset, task_of(s)
+        meta = open_meta(s, data_root) or {}
+        self.vocab_size, self.tokens = meta.get('vocab_size', 0), tokens_id(meta)
+        self.alphabet = meta if 'stoi' in meta else None
+        self.source, self.bytes_per_token = f'of {self.name}_task', 0.0
+        if self.task is None:
+            self.source = f'inside data/{self.name}/meta.pkl'
+            self.bytes_per_token = bytes_per_token(meta, open_split(self.folder, 'val'))
+
+    def batches(self, s, config: GPTConfig, ranks) -> Prefetched:
+        """Open the batches for one of the `Ranks`, in windows of the model's block_size."""
+        generator = torch.Generator()
+        if s.data_seed >= 0:
+            generator.manual_seed(s.data_seed)
+        else:  # the state of nanoGPT's generator before its first batch
+            generator.set_state(torch.get_rng_state())
+        share = s.batch_size, ranks.device, generator, ranks.rank, ranks.world_size
+        seed = s.seed if s.data_seed < 0 else s.data_seed
+        if self.task is None:
+            batches = TokenBatches(self.folder, config.block_size, *share, s.data_order, seed,
+                                   config.vocab_size)
+        elif s.data_order == 'random':
+            batches = TaskBatches(self.task, *share, seed)
+        else:
             raise UserError(f'data_order={s.data_order!r} is for token files; '
-                            f'dataset={s.dataset!r} makes its sequences')
-        batches = TaskBatches(task, *share, seed)
-    else:
-        batches = TokenBatches(data_root / s.dataset, config.block_size, *share, s.data_order,
-                               seed, config.vocab_size)
-    return Prefetched(batches, s.data_prefetch)
+                            f'dataset={self.name!r} makes its sequences')
+        return Prefetched(batches, s.data_prefetch)

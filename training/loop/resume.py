@@ -48,7 +48,7 @@ def checkpoint_of(run) -> dict | None:
             # beyond nanoGPT's keys: what an exact resume needs
             'scaler': run.scaler.state_dict(), 'rng': states, 'data_rng': run.batches.state,
             'holds_best': run.holds_best, 'skipped': int(run.update.counts[0]),
-            'launch': launch_id(), 'tokens': run.tokens, 'meta': run.meta}
+            'launch': launch_id(), 'tokens': run.data.tokens, 'meta': run.data.alphabet}
 
 
 def restore(run, saved: dict):

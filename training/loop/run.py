@@ -5,21 +5,12 @@ from pathlib import Path
 import torch
 
 from common.errors import UserError
-from data.recall.tasks import TASKS
-from data.tokenfiles import open_split
-from data.tokenizer import bytes_per_token
-from training.checkpoint.file import tokens_id
-from training.checkpoint.manager import CheckpointManager, checkpoint_in, load_to_resume
-from training.device import autocast, device_name, keep_freed_memory, memory_use
-from training.loop.batches import open_batches, open_meta
-from training.loop.build import build_model, move_to_device
-from training.loop.resume import checkpoint_of, restore
-from training.memory.measure import print_memory_report
-from training.native.loading import training_dtype
+from training.checkpoint.manager import CheckpointManager
+from training.device import autocast, device_name, memory_use
+from training.loop.resume import checkpoint_of
 from training.parallel import fsdp
 from training.step.flops import achieved, peak_tflops
 from training.step.kernels import prepare
-from training.step.optim import make_optimizer
 from training.step.update import GuardedUpdate, broken, propagate_nonfinite
 
 
@@ -32,63 +23,38 @@ class Run:
         path, origin: ckpt.pt, and the checkpoint to resume from.
         saved_at, holds_best: the iteration of the last checkpoint saved or resumed from (-1: none),
             and whether it has the best validation loss.
-        tokens, meta: the data set's `tokens_id`, and its alphabet, if it has one of its own.
+        sequences, tokens_per_iter: of an iteration, of all processes.
     """
 
-    def __init__(self, s, ranks, data_root: Path):
-        self.s, self.ranks, self.device = s, ranks, ranks.device
+    def __init__(self, s, ranks, data, batches, model, changed: bool, optimizer,
+                 dtype: torch.dtype, origin: Path):
+        self.s, self.ranks, self.device, self.dtype = s, ranks, ranks.device, dtype
+        self.data, self.batches = data, batches
+        self.model, self.changed, self.optimizer = model, changed, optimizer
+        self.compiled = self.trained = model
+        self.sharded = fsdp.used(s.parallel, ranks)
+        self.autocast = autocast(self.device, dtype)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=dtype == torch.float16)
+        self.update = GuardedUpdate(optimizer, self.scaler, s.grad_clip, self.device)
+
         self.out_dir = Path(s.out_dir)
         self.manager = CheckpointManager(self.out_dir)
-        self.path, self.origin = self.manager.path, checkpoint_in(s.out_dir, s.resume_from)
+        self.path, self.origin = self.manager.path, origin
         self.iter_num, self.best_val_loss = 0, torch.tensor(1e9)
         self.saved_at, self.holds_best = -1, False
+        self.sequences = s.batch_size * s.gradient_accumulation_steps
+        self.tokens_per_iter = self.sequences * model.config.block_size
 
-        keep_freed_memory(self.device)
-        self.dtype = training_dtype(s.dtype, s.compile, self.device)
-        if len(set(ranks.gather(self.dtype))) > 1:  # machines of different kinds
-            self.dtype = torch.float32
-        self.autocast = autocast(self.device, self.dtype)
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
-        self.sharded = s.parallel == 'fsdp' and ranks.world_size > 1
-        if s.parallel == 'fsdp':  # also with one process: a resumed run may have more
-            fsdp.check(s.memory_report, self.dtype)
-        torch.manual_seed(s.seed)
-        torch.set_float32_matmul_precision('high' if s.tf32 else 'highest')
-
-        # build the model, or resume it
-        saved = load_to_resume(self.origin) if s.init_from == 'resume' else None
-        with ranks.main_first():
-            meta = open_meta(s, data_root)
-        self.tokens = tokens_id(meta)
-        self.meta = meta if meta and 'stoi' in meta else None  # for a copy without its data set
-        new_on = 'meta' if self.sharded and not ranks.main else 'cpu'
-        self.model, self.changed, self.tokens_per_iter = build_model(
-            s, saved, meta, self.tokens, new_on)
-
-        if self.sharded:  # only rank 0 has used its generator, to initialize weights
-            torch.set_rng_state(ranks.gather(torch.get_rng_state())[0])
-        self.batches = open_batches(s, self.model.config, data_root, ranks)
-        torch.manual_seed(s.seed + ranks.rank)  # dropout
-        self.bytes_per_token = 0.0
-        if s.dataset not in TASKS:
-            self.bytes_per_token = bytes_per_token(meta, open_split(data_root / s.dataset, 'val'))
-
-        move_to_device(self.model, s, ranks, self.dtype, self.sharded)
-        self.optimizer = make_optimizer(self.model, s, self.device.type)
-        self.update = GuardedUpdate(self.optimizer, self.scaler, s.grad_clip, self.device)
-        self.batch = restore(self, saved) if saved else self.batches.next()
-        del saved
-        if s.memory_report and ranks.main:
-            print_memory_report(self)
-
-        self.compiled = self.model
-        if s.compile:
-            prepare(self.model, self.model.config.block_size)
-        if s.compile and not self.sharded:
+    def compile(self) -> None:
+        """Compile the model, or its kernels alone if `fsdp.shard` has compiled its blocks."""
+        prepare(self.model, self.model.config.block_size)
+        if not self.sharded:
             print('compiling the model... (takes a ~minute)')
-            self.compiled = torch.compile(self.model)
-        self.trained = self.compiled
-        if ranks.world_size > 1 and not self.sharded:
+            self.compiled = self.trained = torch.compile(self.model)
+
+    def distribute(self) -> None:
+        """Let each backward pass average the gradients of all processes (DDP)."""
+        if self.ranks.world_size > 1 and not self.sharded:
             own = [self.device] if self.device.type == 'cuda' else None
             self.trained = torch.nn.parallel.DistributedDataParallel(self.compiled, own)
 
@@ -175,8 +141,7 @@ class Run:
     def metrics(self, updates, seconds: float) -> dict:
         """Return a logged step's metrics from grad_norm on (see `RunLog`). updates: as returned by
         `GuardedUpdate.read`. seconds: per iteration."""
-        n = self.s.batch_size * self.s.gradient_accumulation_steps
-        tflops = achieved(self.model, n, seconds)
+        tflops = achieved(self.model, self.sequences, seconds)
         peak = peak_tflops(device_name(self.device), self.dtype)
         used, most, total = memory_use(self.device)
         row = dict(grad_norm=updates.grad_norm, loss_scale=updates.loss_scale,

@@ -10,6 +10,10 @@ import torch
 from common.errors import UserError
 
 
+def used(parallel: str, ranks) -> bool:
+    return parallel == 'fsdp' and ranks.world_size > 1
+
+
 def check(memory_report: bool, dtype: torch.dtype) -> None:
     """Raise UserError if a setting is incompatible with parallel='fsdp'."""
     if memory_report:
