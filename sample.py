@@ -183,9 +183,10 @@ def speed(batches) -> dict:
 
 def show_timings(report: dict) -> None:
     n = report['prompt_tokens']
+    prompt = '1 prompt token' if n == 1 else f'{n} prompt tokens'
     tpot = f"{report['tpot_ms']:.2f} ms" if report['tpot_ms'] is not None else '-'
     output().print(
-        f"TTFT {report['ttft_ms']:.1f} ms ({n} prompt token{'s' * (n != 1)}, "
+        f"TTFT {report['ttft_ms']:.1f} ms ({prompt}, "
         f"{report['prefill_flops'] / 1e6:,.1f} MFLOPs), TPOT {tpot}, "
         f"{report['tokens_per_second']:,.1f} tokens/s\n"
         f"at batch {report['batch']} on {report['device']}, "

@@ -77,10 +77,11 @@ class CharTokenizer(Tokenizer):
         """Return the characters' ids; a UserError lists unknown ones. `special` has no effect."""
         lacking = [c for c in dict.fromkeys(text) if c not in self.stoi]
         if lacking:
-            shown = ', '.join(map(repr, lacking[:10])) + ', ...' * (len(lacking) > 10)
+            shown = ', '.join(map(repr, lacking[:10])) + (', ...' if len(lacking) > 10 else '')
             known = ''.join(sorted(self.stoi))
-            known = known[:200] + '...' * (len(known) > 200)
-            raise UserError(f"prompt has {len(lacking)} character{'s' * (len(lacking) > 1)} that "
+            known = known if len(known) <= 200 else f'{known[:200]}...'
+            characters = 'character' if len(lacking) == 1 else 'characters'
+            raise UserError(f'prompt has {len(lacking)} {characters} that '
                             f"the model's alphabet lacks: {shown} (known: {known!r})")
         return [self.stoi[c] for c in text]
 

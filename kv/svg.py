@@ -100,7 +100,9 @@ def texts(plan: KVPlan, max_seq_len: int, kv_dtype: str) -> tuple[list[str], lis
 
 def slot_text(slot: Slot, max_seq_len: int) -> str:
     """What a slot holds: 'slot 2, global: 1,024 tokens'; what it stores unless K and V."""
-    form = f', latent of {slot.head_dim}' if slot.latent else ', K = V' * slot.tied
+    form = ', K = V' if slot.tied else ''
+    if slot.latent:
+        form = f', latent of {slot.head_dim}'
     return f'slot {slot.index}, {slot.kind}: {slot.capacity(max_seq_len):,} tokens{form}'
 
 

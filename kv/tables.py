@@ -9,7 +9,10 @@ def print_report(numbers: dict, console, title: str) -> None:
     for slot in numbers['slots']:
         layers = ' '.join(f'{i}*' if i == slot['owner'] else str(i) for i in slot['layers'])
         shape = ' x '.join(map(str, slot['shape']))
-        shape += ' latent' if slot['latent'] else ' K=V' * slot['tied']
+        if slot['latent']:
+            shape += ' latent'
+        elif slot['tied']:
+            shape += ' K=V'
         rows.append((str(slot['slot']), slot['kind'], layers, f"{slot['capacity']:,}", shape,
                      slot['dtype'], f"{slot['bytes']:,}"))
     dtype = numbers['kv_dtype']

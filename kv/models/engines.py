@@ -35,7 +35,7 @@ def allocated(memory: Memory, batch: int, length: int, dtype: str, page_size: in
         return {name: n if name == 'transformers, dynamic' else None for name, n in found.items()}
     if memory.model_type == NANOKV:
         tied = any(len(store.parts) == 1 for store in memory.stores)  # our plugin stores it twice
-        unknown = ('llama.cpp', *['vLLM'] * tied)
+        unknown = ('llama.cpp', 'vLLM') if tied else ('llama.cpp',)
         found |= {name: None for name in found if name.startswith(unknown)}
     return found
 

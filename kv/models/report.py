@@ -23,7 +23,7 @@ def print_account(found: dict, console) -> None:
         sizes = {f"needed, {found['kv_dtype']}": found['bytes'], **sizes}
     header, rows = ['', 'bytes', 'of needed'], []
     for name, n in sizes.items():
-        rows.append([name, *(['-'] * 2 if n is None else [f'{n:,}', f'{n / base:.2f}x'])])
+        rows.append([name, '-', '-'] if n is None else [name, f'{n:,}', f'{n / base:.2f}x'])
         if fit:
             rows[-1].append('-' if n is None else f'{fit[name]:,}')
     if fit:

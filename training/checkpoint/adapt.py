@@ -53,7 +53,7 @@ def adapted_config(old: GPTConfig, wanted: dict, asked) -> GPTConfig:
     if fixed:
         listed = ', '.join(f'{asked(name)} (trained with {getattr(old, name)!r})'
                            for name in fixed)
-        pooled = POOLED * any(name in CONVERTED for name in fixed)
+        pooled = POOLED if any(name in CONVERTED for name in fixed) else ''
         problems.append(f'the weights cannot change to {listed}: leave out {", ".join(fixed)}, '
                         f'{pooled}or train from scratch '
                         f'(can be changed: block_size, pos_embedding to rope, {", ".join(FREE)})')
@@ -130,9 +130,12 @@ def _adapt_moments(optimizer: dict, crop: int | None) -> None:
             if name.startswith('exp_avg'):
                 state[index][name] = x[:crop].clone()
         return
-    optimizer['state'] = {i - (i > index): s for i, s in state.items() if i != index}
+
+    def renumbered(i):
+        return i - 1 if i > index else i
+    optimizer['state'] = {renumbered(i): s for i, s in state.items() if i != index}
     for group in groups:
-        group['params'] = [i - (i > index) for i in group['params'] if i != index]
+        group['params'] = [renumbered(i) for i in group['params'] if i != index]
 
 
 def differences(old: GPTConfig, new: GPTConfig) -> list[str]:

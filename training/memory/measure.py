@@ -130,7 +130,8 @@ def measure(model, batch, autocast=None, *, optimizer='adamw', accumulate: bool 
             for p, grad in zip(model.parameters(), old_gradients):
                 p.grad = grad
     parameters, gradients, state = state_bytes(model, optimizer)
-    peak = max(gradients, tracker.peak + gradients * accumulate)
+    before = gradients if accumulate else 0
+    peak = max(gradients, tracker.peak + before)
     return Memory(parameters, gradients, state, activations, tracker.loss_peak,
                   parameters + state + peak)
 
