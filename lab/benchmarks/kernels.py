@@ -26,23 +26,13 @@ ROTATED_BYTES = 2 ** 27  # all copies together: over twice the L2 cache of an H1
 REPLAYED_MS = 300      # long enough for several measurements even if 20 calls take 50 ms
 
 
-def milliseconds(call, device, rep=100) -> dict:
-    """Median, min and max over the calls of about `rep` milliseconds."""
-    if device.type != 'cuda':  # interpreted kernels, only to try out the mode
-        start = clock.now()
-        call()
-        return clock.summary([1000 * (clock.now() - start)])
-    from triton.testing import do_bench
-    each = do_bench(call, rep=rep, return_mode='all')
-    return {name: value for name, value in clock.summary(each).items() if name != 'each'}
-
-
 def milliseconds_a_call(calls, device) -> dict:
-    """Like `milliseconds`, for short calls. `calls` do the same work, each on its own buffers; they
+    """Median, min and max for short calls. `calls` do the same work, each on its own buffers; they
     are captured in turn in one CUDA graph, and its time is divided by their number. This excludes
     the launch time and nearly all of the time of the events around the graph."""
-    if device.type != 'cuda':
-        return milliseconds(calls[0], device)
+    if device.type != 'cuda':  # interpreted kernels, only to try out the mode
+        return clock.summary([1000 * clock.seconds(device, calls[0])])
+    from triton.testing import do_bench
     turns = [calls[i % len(calls)] for i in range(max(CALLS, len(calls)))]
     for call in turns:
         call()
@@ -51,8 +41,8 @@ def milliseconds_a_call(calls, device) -> dict:
     with torch.cuda.graph(graph):
         for call in turns:
             call()
-    found = milliseconds(graph.replay, device, rep=REPLAYED_MS)
-    return {name: value / len(turns) for name, value in found.items()}
+    found = clock.summary(do_bench(graph.replay, rep=REPLAYED_MS, return_mode='all'))
+    return {name: found[name] / len(turns) for name in ('median', 'min', 'max')}
 
 
 def n_copies(nbytes: int) -> int:
@@ -101,16 +91,15 @@ def decode_cell(shape, batch: int, context: int, device_rates) -> dict:
         return lambda store: attend(q, *store.tensors[:2], enable_gqa=q.size(1) != n_kv_head)
 
     folded = q.reshape(batch, n_kv_head, -1, D)
-    sides = {'kernel, int8': (kernel, 'int8'),
-             'kernel': (kernel, 'plain'),
-             'SDPA': (whole_heads(F.scaled_dot_product_attention), 'plain'),
-             'SDPA, heads folded': (whole_heads(F.scaled_dot_product_attention, folded), 'plain')}
+    sides = {'kernel, int8': kernel, 'kernel': kernel,
+             'SDPA': whole_heads(F.scaled_dot_product_attention),
+             'SDPA, heads folded': whole_heads(F.scaled_dot_product_attention, folded)}
     if device.type == 'cuda':
         from torch.nn.attention.flex_attention import flex_attention
-        sides['FlexAttention'] = whole_heads(torch.compile(flex_attention, dynamic=False)), 'plain'
+        sides['FlexAttention'] = whole_heads(torch.compile(flex_attention, dynamic=False))
     return {'context': context, 'batch': batch, 'sides': {
-        name: attempt(attend, device, q, stores[kind], device_rates)
-        for name, (attend, kind) in sides.items()}}
+        name: attempt(attend, device, q, stores['int8' if 'int8' in name else 'plain'],
+                      device_rates) for name, attend in sides.items()}}
 
 
 def fill_random(store: KVStore) -> None:
