@@ -93,9 +93,9 @@ def loss_of(model: GPT, idx: torch.Tensor) -> torch.Tensor:
     return model(idx[:, :-1], idx[:, 1:])[1]
 
 
-def refuse_rounding(config: GPTConfig) -> None:
+def refuse_rounding(config: GPTConfig, why='a value between two steps may go either way') -> None:
     if config.kv_quant_train:
-        raise Refused("kv_quant_train='int8': a value between two steps may go either way")
+        raise Refused(f"kv_quant_train='int8': {why}")
 
 
 def check(found: torch.Tensor, expected: torch.Tensor, what: str, limit: float, first_row: int = 0,
@@ -216,8 +216,7 @@ def quantized(config: GPTConfig) -> None:
 def gradients(config: GPTConfig) -> None:
     """The gradient of each parameter, in a random direction, is what finite differences give, with
     the best of several steps: activations have kinks."""
-    if config.kv_quant_train:
-        raise Refused("kv_quant_train='int8': gradients pass rounding unchanged")
+    refuse_rounding(config, 'gradients pass rounding unchanged')
     model, idx = random_model(config), tokens(2, config.block_size)
     loss_of(model, idx).backward()
     generator = torch.Generator().manual_seed(1)

@@ -63,12 +63,13 @@ def run(s, data_root: Path) -> dict:
     head_dim, n_kv_head = s.head_dim or s.n_embd // s.n_head, s.n_kv_head or s.n_head
     torch.manual_seed(s.seed)
     import triton
+    copy_rate = Bandwidth(device)()
     document = setting.run_facts(s, device) | {
         'triton': triton.__version__, 'dtype': str(dtype).removeprefix('torch.'), 'models': {},
         'heads': [s.n_head, n_kv_head, head_dim],
-        'rates': {'copy_bytes_per_second': Bandwidth(device)()}}
+        'rates': {'copy_bytes_per_second': copy_rate}}
     shape = s.n_head, n_kv_head, head_dim, dtype, device
-    document['decode'] = [decode_cell(shape, batch, context, document['rates'])
+    document['decode'] = [decode_cell(shape, batch, context, copy_rate)
                           for context in contexts for batch in batches]
     document['write'] = [write_cell(shape, batch) for batch in batches]
     return document
@@ -76,7 +77,7 @@ def run(s, data_root: Path) -> dict:
 
 # -- decode: one token per row over stored keys ----------------------------------------------------
 
-def decode_cell(shape, batch: int, context: int, device_rates) -> dict:
+def decode_cell(shape, batch: int, context: int, copy_rate: float) -> dict:
     """Each way to attend over `context` keys of `batch` rows: time, bytes per second, error."""
     from attention.kernels.decode import stored_attention
     H, n_kv_head, D, dtype, device = shape
@@ -98,8 +99,8 @@ def decode_cell(shape, batch: int, context: int, device_rates) -> dict:
         from torch.nn.attention.flex_attention import flex_attention
         sides['FlexAttention'] = whole_heads(torch.compile(flex_attention, dynamic=False))
     return {'context': context, 'batch': batch, 'sides': {
-        name: attempt(attend, device, q, stores['int8' if 'int8' in name else 'plain'],
-                      device_rates) for name, attend in sides.items()}}
+        name: attempt(attend, q, stores['int8' if 'int8' in name else 'plain'], copy_rate)
+        for name, attend in sides.items()}}
 
 
 def fill_random(store: KVStore) -> None:
@@ -119,18 +120,18 @@ def random_stores(rows, n_kv_head, context, head_dim, kind, dtype, device) -> li
     return stores
 
 
-def attempt(attend, device, q, stores, device_rates) -> dict:
+def attempt(attend, q, stores, copy_rate: float) -> dict:
     """Time and error of one way to attend over a store, or the reason why it failed."""
     store = stores[0]
     try:
         with torch.inference_mode():
             error = decode_error(attend(store), q, store)
-            ms = milliseconds_a_call([partial(attend, each) for each in stores], device)
+            ms = milliseconds_a_call([partial(attend, each) for each in stores], q.device)
     except Exception as e:  # one way that fails must not end the run
         return {'failed': f'{type(e).__name__}: {str(e)[:200]}'.partition('\n')[0]}
     rate = store.nbytes / ms['median'] * 1000
     return {'ms': ms, 'bytes': store.nbytes, 'bytes_per_second': rate,
-            'share': rate / device_rates['copy_bytes_per_second'], 'error': error}
+            'share': rate / copy_rate, 'error': error}
 
 
 def decode_error(y, q, store) -> float:
