@@ -50,16 +50,6 @@ def job(ladder, results, row, seed, argv) -> Job:
     return Job(f'{row.name}, seed {seed}', commands, out_dir)
 
 
-def train_all(ladder, results, argv, only) -> int:
-    """Train all missing runs. Returns the number of failed runs."""
-    s = ladder.s
-    devices = [name.strip() for name in (s.devices or s.device).split(',')]
-    for name in devices:
-        pick_device(name)
-    jobs = list(jobs_of(ladder, results, argv, only).values())
-    return len(run_jobs(jobs, devices, s.jobs)) if jobs else 0
-
-
 def chosen(ladder) -> set:
     """Return the rows selected by `only`."""
     slugs, only = {row.slug: row.name for row in ladder.rows.values()}, ladder.s.only
@@ -98,10 +88,14 @@ def main(argv=None):
     if s.dry_run:
         list_runs(ladder, results, argv, only)
         return
-    failed = 0
+    errors = {}
     if not s.report_only:
         with only_writer(results.folder, 'Wait until it has ended, or give another --folder'):
-            failed = train_all(ladder, results, argv, only)
+            devices = [name.strip() for name in (s.devices or s.device).split(',')]
+            for name in devices:
+                pick_device(name)
+            if jobs := list(jobs_of(ladder, results, argv, only).values()):
+                errors = run_jobs(jobs, devices, s.jobs)
             results.compact()
     summary = summarize(ladder, results)
     write_report(summary, results.folder)
@@ -109,7 +103,7 @@ def main(argv=None):
     print(f'\nreport: {results.folder / "report.md"}')
     if s.json:
         print(json.dumps(summary))
-    if failed:
+    if errors:
         raise SystemExit(1)
 
 

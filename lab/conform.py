@@ -93,9 +93,9 @@ def loss_of(model: GPT, idx: torch.Tensor) -> torch.Tensor:
     return model(idx[:, :-1], idx[:, 1:])[1]
 
 
-def refuse_rounding(config: GPTConfig) -> None:
+def refuse_rounding(config: GPTConfig, why='a value between two steps may go either way') -> None:
     if config.kv_quant_train:
-        raise Refused("kv_quant_train='int8': a value between two steps may go either way")
+        raise Refused(f"kv_quant_train='int8': {why}")
 
 
 def check(found: torch.Tensor, expected: torch.Tensor, what: str, limit: float, first_row: int = 0,
@@ -136,9 +136,7 @@ def cached(config: GPTConfig, dtype=torch.float64) -> None:
 
 def in_pages(config: GPTConfig) -> dict:
     """Arguments of a paged cache for all rows."""
-    size = 8
-    return dict(cache_class=PagedKVCache, page_size=size,
-                n_pages=BATCH * -(-config.block_size // size))
+    return dict(cache_class=PagedKVCache, page_size=8, n_pages=BATCH * -(-config.block_size // 8))
 
 
 @torch.no_grad()
@@ -164,16 +162,6 @@ def ragged(config: GPTConfig, dtype=torch.float64, paged=False) -> None:
         cache.reset()
 
 
-def greedy(model, text: list[int], n: int) -> list[tuple[int, float]]:
-    """The next n tokens, each from a full forward pass, and their log-probabilities."""
-    made, found = list(text), []
-    for _ in range(n):
-        logprob, token = model(torch.tensor([made]))[0][0, -1].log_softmax(0).max(0)
-        found.append((token.item(), logprob.item()))
-        made.append(token.item())
-    return found
-
-
 @torch.no_grad()
 def engine(config: GPTConfig) -> None:
     """Greedy tokens and log-probabilities, with prefix hits and resumed turns, are the model's."""
@@ -183,21 +171,22 @@ def engine(config: GPTConfig) -> None:
         raise Refused(f'block_size={config.block_size} is too small')
     texts = [row.tolist()[:n] for row, n in zip(tokens(BATCH, longest), (longest, longest // 2, 9))]
     texts += [texts[0][:longest // 2] + row.tolist() for row in tokens(2, longest // 4, seed=1)]
-    expected = [greedy(model, text, 2 * n) for text in texts]
     params = SamplingParams(max_new_tokens=n, temperature=0.0, logprobs=0)
     for chunk in (0, 7):
         runs = Engine(model, 2, config.block_size, page_size=8, prefill_chunk=chunk,
                       prefix_budget=10 ** 8)
-        for begun in (0, n):  # the second turn goes on where the first ended
-            asked = [text + [token for token, _ in more[:begun]]
-                     for text, more in zip(texts, expected)]
-            for text, more, found in zip(asked, expected, runs.generate(asked, params)):
+        asked = texts
+        for _ in range(2):  # the second turn goes on where the first ended
+            done = runs.generate(asked, params)
+            for text, found in zip(asked, done):
                 assert not found.error, found.error
-                due = more[begun:begun + n]
-                for one, (token, logprob) in zip(found.logprobs, due, strict=True):
+                logits = model(torch.tensor([text + found.tokens[:-1]]), all_logits=True)[0][0]
+                due = (x.tolist() for x in logits[-n:].log_softmax(-1).max(-1))
+                for one, logprob, token in zip(found.logprobs, *due, strict=True):
                     assert one.token == token and abs(one.logprob - logprob) < 1e-6, (
                         f'after {len(text)} tokens, {found.n_cached} of them cached: token '
                         f'{one.token} at {one.logprob:.7f}, expected {token} at {logprob:.7f}')
+            asked = [text + found.tokens for text, found in zip(asked, done)]
         assert runs.prefix.stats.found, 'no request found its prefix'
 
 
@@ -208,9 +197,10 @@ def nbytes(config: GPTConfig) -> None:
         cache = KVCache(plan, BATCH, T, kv_dtype)
         tensors = [x for store in (*cache.stores, *cache.states) for x in store.tensors]
         found = sum({x.data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
-        for what, n in (('the plan says', plan.nbytes(BATCH, T, kv_dtype)), ('cache.nbytes is',
-                                                                             cache.nbytes)):
-            assert n == found, f'{kv_dtype}: {found:,} bytes are allocated, {what} {n:,}'
+        planned = plan.nbytes(BATCH, T, kv_dtype)
+        assert planned == cache.nbytes == found, (
+            f'{kv_dtype}: {found:,} bytes are allocated, the plan says {planned:,}, cache.nbytes '
+            f'is {cache.nbytes:,}')
 
 
 @torch.no_grad()
@@ -226,8 +216,7 @@ def quantized(config: GPTConfig) -> None:
 def gradients(config: GPTConfig) -> None:
     """The gradient of each parameter, in a random direction, is what finite differences give, with
     the best of several steps: activations have kinks."""
-    if config.kv_quant_train:
-        raise Refused("kv_quant_train='int8': gradients pass rounding unchanged")
+    refuse_rounding(config, 'gradients pass rounding unchanged')
     model, idx = random_model(config), tokens(2, config.block_size)
     loss_of(model, idx).backward()
     generator = torch.Generator().manual_seed(1)

@@ -74,13 +74,10 @@ def loss_by_distance(nats: np.ndarray, starts: np.ndarray, identifiers: Identifi
     for losses, start in zip(nats, starts.tolist()):
         first, stop = np.searchsorted(identifiers.starts, (start, start + T + 1))
         sums, last = np.concatenate([[0.0], np.cumsum(losses)]), {}
-        for at, end, name in zip(identifiers.starts[first:stop].tolist(),
-                                 identifiers.ends[first:stop].tolist(),
-                                 identifiers.names[first:stop].tolist()):
+        for at, end, name in zip(*(each[first:stop].tolist() for each in (
+                identifiers.starts, identifiers.ends, identifiers.names))):
             if start < at and end <= start + T + 1:
-                key = NEW
-                if name in last:
-                    key = 1 << max(at - last[name], 1).bit_length() - 1
+                key = 1 << max(at - last[name], 1).bit_length() - 1 if name in last else NEW
                 count, loss = total.get(key, (0, 0.0))
                 total[key] = count + 1, loss + sums[end - start - 1] - sums[at - start - 1]
             last[name] = at

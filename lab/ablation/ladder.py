@@ -132,11 +132,9 @@ class Ladder:
             if value not in STORAGE[setting]:
                 allowed = ', '.join(map(repr, STORAGE[setting]))
                 raise UserError(f'row {name!r}: {setting}={value!r}: allowed are {allowed}')
-        changes = dict(changes)
-        seeds = changes.pop('seeds', '')
-        at_inference = before.at_inference | changes.get('at_inference', {})
-        row = Row(name, above, side, changes, of_train, **stored, seeds=seeds,
-                  at_inference=at_inference)
+        row = Row(name, above, side, {k: v for k, v in changes.items() if k != 'seeds'}, of_train,
+                  **stored, seeds=changes.get('seeds', ''),
+                  at_inference=before.at_inference | changes.get('at_inference', {}))
         for other in self.rows.values():
             if other.slug == row.slug:
                 raise UserError(f'row {name!r}: its file name would be that of {other.name!r}')
@@ -167,16 +165,13 @@ class Ladder:
             try:
                 with warnings.catch_warnings():  # a row may be there to show that very effect
                     warnings.simplefilter('ignore')
-                    self._check_models(row)
+                    trained, config = self.trained_config(row), self.config(row)
+                    plan_kv(trained)
+                    plan_kv(config)
+                    if row.at_inference:
+                        check_conversion(trained, config)
             except (UserError, ValueError, TypeError) as e:
                 raise UserError(f'row {row.name!r}: {e}') from e
-
-    def _check_models(self, row):
-        trained, config = self.trained_config(row), self.config(row)
-        plan_kv(trained)
-        plan_kv(config)
-        if row.at_inference:
-            check_conversion(trained, config)
 
     def seeds(self, row: Row) -> list[int]:
         """The row's own seeds; by default those of side rows for a side row, or of all rows."""
@@ -205,7 +200,11 @@ class Ladder:
         default = train.Settings().values()
         settings = {name: value for name, value in self.weighty(row).items()
                     if value != default[name]}
-        settings['data'] = self._data_id(self.settings(row))
+        s = self.settings(row)
+        settings['data'] = s.dataset
+        if s.dataset not in TASKS:  # its tokens change if it is prepared from different text
+            n_tokens = len(open_split(DATA_ROOT / s.dataset, 'train'))
+            settings['data'] = f'{tokens_id(open_meta(s, DATA_ROOT))}, {n_tokens:,} tokens'
         return digest(settings)
 
     def weighty(self, row: Row) -> dict:
@@ -240,13 +239,6 @@ class Ladder:
             for width in (8, 16))
         target = n_parameters(self.trained_config(self.rows[self.first]), False)
         return 8 * max(1, round((target - one) / (two - one)) + 1)
-
-    def _data_id(self, s) -> str:
-        """Identify the tokens of a data set, which change if it is prepared from different text."""
-        if s.dataset in TASKS:
-            return s.dataset
-        n_tokens = len(open_split(DATA_ROOT / s.dataset, 'train'))
-        return f'{tokens_id(open_meta(s, DATA_ROOT))}, {n_tokens:,} tokens'
 
     def trained_config(self, row: Row) -> GPTConfig:
         """The config of the model during training."""

@@ -16,9 +16,8 @@ RECALLED = 0.95     # share of right answers from which facts count as recalled
 
 def recall(model, kv_dtype: str, task, rows: int = ROWS) -> dict:
     """Greedy accuracy through the cache, by distance."""
-    accuracy = {}
-    for distance in task.distances:
-        accuracy[distance] = share_right(model, kv_dtype, task, distance, rows, RECALL_SEED)
+    accuracy = {distance: share_right(model, kv_dtype, task, distance, rows, RECALL_SEED)
+                for distance in task.distances}
     return {'accuracy': accuracy, 'rows': rows, 'local_reach': model.plan.local_reach}
 
 

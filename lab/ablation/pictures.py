@@ -39,17 +39,14 @@ def write_all(summary: dict, folder: Path) -> list[str]:
 
 def pareto(axis, summary, color):
     """All rows."""
-    rows = [row for row in models(summary) if 'val_loss' in row]
-    for row in rows:
-        certain = enough(row['val_loss'])
-        axis.errorbar(row['kv']['bytes_per_token'], row['val_loss']['mean'],
-                      yerr=row['val_loss']['sd'] if certain else None, capsize=2,
-                      fmt='s' if row['side'] else 'o', markersize=4 if row['side'] else 6,
-                      elinewidth=1, color=color(row),
-                      markerfacecolor=color(row) if certain else 'none')
-    over_bytes(axis, [(row, row['kv']['bytes_per_token'], row['val_loss']['mean'])
-                      for row in rows], color,
-               'KV bytes per token', 'validation loss, nats per token')
+    points = [(row, row['kv']['bytes_per_token'], row['val_loss']['mean'])
+              for row in models(summary) if 'val_loss' in row]
+    for row, nbytes, mean in points:
+        sd = row['val_loss']['sd'] if enough(row['val_loss']) else None
+        axis.errorbar(nbytes, mean, yerr=sd, capsize=2, fmt='s' if row['side'] else 'o',
+                      markersize=4 if row['side'] else 6, elinewidth=1, color=color(row),
+                      markerfacecolor='none' if sd is None else color(row))
+    over_bytes(axis, points, color, 'KV bytes per token', 'validation loss, nats per token')
 
 
 def lookup(axis, summary, color):

@@ -48,15 +48,16 @@ def summarize_row(ladder, results, row, measured: dict) -> dict:
         return entry
     first = next(iter(runs.values()))
     entry |= {'params': first['params'], 'trained_as': first['trained_as']}
-    if 'lookup' in first:
-        return entry | {'lookup': lookup_of_row([run['lookup'] for run in runs.values()])}
-    if 'recall' not in first:
+    task = next((name for name in ('lookup', 'recall') if name in first), None)
+    if not task:
         return entry | losses_of_row(ladder, row, measured)
-    accuracy = {distance: mean_sd(run['recall']['accuracy'][distance] for run in runs.values())
-                for distance in first['recall']['accuracy']}
-    reach, n_rows = first['recall']['local_reach'], first['recall']['rows']
-    return entry | {'recall': {'accuracy': accuracy, 'local_reach': reach, 'rows': n_rows,
-                               'seeds': list(runs)}}
+    found = [run[task] for run in runs.values()]
+    accuracy = {n: mean_sd(each['accuracy'][n] for each in found) for n in found[0]['accuracy']}
+    same = {key: found[0][key] for key in ('kv_bytes', 'rows', 'gap', 'n_values', 'local_reach')
+            if key in found[0]}
+    by_seed = {key: [each[key] for each in found]
+               for key in ('facts', 'bytes_per_fact') if key in found[0]} or {'seeds': list(runs)}
+    return entry | {task: same | by_seed | {'accuracy': accuracy}}
 
 
 def kv_bytes(ladder, row) -> dict:
@@ -78,42 +79,24 @@ def kv_bytes(ladder, row) -> dict:
             'smaller': at[T]['vanilla_bytes'] / at[T]['bytes']}
 
 
-def lookup_of_row(runs: list[dict]) -> dict:
-    """Summarise `lookup.lookup` over the seeds."""
-    first = runs[0]
-    each = {key: [run[key] for run in runs] for key in ('facts', 'bytes_per_fact')}
-    accuracy = {n: mean_sd(run['accuracy'][n] for run in runs) for n in first['accuracy']}
-    same = {key: first[key] for key in ('kv_bytes', 'rows', 'gap', 'n_values', 'local_reach')}
-    return same | each | {'accuracy': accuracy}
-
-
 def losses_of_row(ladder, row, measured: dict) -> dict:
     """The row's losses, and their differences from the row above, the first and the baseline."""
-    runs = measured[row.name]
-
-    def each(name):
-        return [run[name] for run in runs.values()]
-    entry = {'val_loss': mean_sd(each('val_loss')),
-             'val_loss_forward': mean_sd(each('val_loss_forward')),
-             'cache_minus_forward_largest': max(each('cache_minus_forward_largest')),
-             'bits_per_byte': mean_sd(each('bits_per_byte'))}
+    def each(key, name=row.name):
+        return {seed: run[key] for seed, run in measured[name].items()}
+    entry = {key: mean_sd(each(key).values())
+             for key in ('val_loss', 'val_loss_forward', 'bits_per_byte')}
+    entry['cache_minus_forward_largest'] = max(each('cache_minus_forward_largest').values())
     compared = {'above': row.above, 'first': ladder.first, 'baseline': ladder.baseline}
     for name, other in compared.items():
         if other and other != row.name:
-            entry[f'against_{name}'] = paired_difference(
-                *({seed: run['val_loss'] for seed, run in each.items()}
-                  for each in (runs, measured[other])))
-    if all('identifiers' in run for run in runs.values()):
-        entry['identifiers'] = identifiers_of_row(runs)
+            entry[f'against_{name}'] = paired_difference(each('val_loss'), each('val_loss', other))
+    if all('identifiers' in run for run in measured[row.name].values()):
+        found = list(each('identifiers').values())
+        entry['identifiers'] = {
+            'count': {key: n['count'] for key, n in found[0].items()},
+            'nats': {key: mean_sd(one[key]['nats'] for one in found) for key in found[0]},
+            'seeds': list(measured[row.name])}
     return entry
-
-
-def identifiers_of_row(runs: dict) -> dict:
-    """Summarise `identifiers.loss_by_distance` over the seeds."""
-    found = [run['identifiers'] for run in runs.values()]
-    return {'count': {key: each['count'] for key, each in found[0].items()},
-            'nats': {key: mean_sd(each[key]['nats'] for each in found) for key in found[0]},
-            'seeds': list(runs)}
 
 
 def compare_identifiers(ladder, rows: list[dict]) -> None:

@@ -48,8 +48,8 @@ def mean_sd(values: dict | None, form: str = '.4f', scale: float = 1) -> str:
 
 def listed(values) -> str:
     """Each value once with its count, in order: '64 (x4), 32'."""
-    counts = Counter(map(str, values))
-    return ', '.join(f'{value} (x{n})' if n > 1 else value for value, n in counts.items()) or '-'
+    counts = Counter(values).items()
+    return ', '.join(f'{value} (x{n})' if n > 1 else f'{value}' for value, n in counts) or MISSING
 
 
 def models(summary: dict) -> list[dict]:
@@ -117,10 +117,10 @@ def bytes_held(summary: dict) -> Table:
         left=('row', 'stored as'))
 
 
-def shares(task: str, key: str, heads: dict) -> dict:
+def shares(task: str, heads: dict) -> dict:
     """Columns of shares of right answers, in %. heads: heading -> number of facts or distance."""
     def share(at):
-        return lambda row: mean_sd(row[task][key][at], '.1f', scale=100)
+        return lambda row: mean_sd(row[task]['accuracy'][at], '.1f', scale=100)
     return {head: share(at) for head, at in heads.items()}
 
 
@@ -131,7 +131,7 @@ def lookups(rows: list[dict]) -> Table:
              f'(sd); chance is {100 / first["n_values"]:.1f}. Facts: the most of which '
              f'{RECALLED:.0%} are recalled, by seed. KV bytes: as allocated for T tokens')
     return with_names(title, rows, {
-        **shares('lookup', 'accuracy', {f'{int(n):,} facts': n for n in first['accuracy']}),
+        **shares('lookup', {f'{int(n):,} facts': n for n in first['accuracy']}),
         'facts': lambda row: listed(row['lookup']['facts']),
         'KV bytes': lambda row: f"{row['lookup']['kv_bytes']:,}",
         'bytes a fact': lambda row: listed(f'{x:,.0f}' for x in row['lookup']['bytes_per_fact']
@@ -149,7 +149,7 @@ def recalls(rows: list[dict]) -> Table:
     if first['learned'] != distances:
         title += (f'; at distances marked * {baseline} names less than {LEARNED:.0%} right, and '
                   'they do not distinguish the rows')
-    columns = shares('recall', 'accuracy', {
+    columns = shares('recall', {
         f"{int(d):,} back{'' if d in first['learned'] else '*'}": d for d in distances})
     if first['beyond']:
         columns[f'beyond {reach:,}, less {baseline}'] = lambda row: plus_minus(

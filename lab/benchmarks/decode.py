@@ -5,7 +5,6 @@ Every round also measures the memory bandwidth; the share of it that decoding re
 over rounds. With a budget, the batch is as large as fits and the cache has room for exactly
 `contexts` tokens, the last `steps` of them timed; without one, there is room for `steps` more.
 """
-import dataclasses
 from pathlib import Path
 
 import torch
@@ -15,7 +14,6 @@ from engine.requests.sampler import most_likely
 from engine.steps.decode import fast_decode
 from lab.benchmarks import clock, setting
 from lab.benchmarks.bandwidth import Bandwidth, kv_read_per_step, most_sequences, weight_read_bytes
-from model import GPT
 
 
 class DecodeRound:
@@ -48,7 +46,7 @@ def run(s, data_root: Path) -> dict:
     budget = parse_bytes(s.budget) if s.budget else 0
     further = 0 if budget else s.steps
     shapes, config = setting.begin(s, data_root, steps=1)
-    models = compared_models(config, max(shapes)[0] + further, s)
+    models = setting.compared(config, max(shapes)[0] + further, s)
     kv_dtypes = {name: 'float32' if 'float32' in name else s.kv_dtype for name in models}
     bandwidth, rates, cells = Bandwidth(models['ours'].device), [], []
     for context, batch in shapes:
@@ -64,33 +62,15 @@ def run(s, data_root: Path) -> dict:
         rounds = {name: DecodeRound(model, batches[name], cell['held'], cell['max_seq_len'],
                                     s.steps, kv_dtypes[name], setting.compiles(s), s.captured)
                   for name, model in models.items()}
-        measured, found = measure(rounds, bandwidth, s.repeats, f'context {context}')
+        times = clock.alternate({'bandwidth': bandwidth} | rounds, s.repeats, f'context {context}')
+        measured = times.pop('bandwidth')
+        sides = {name: metrics(rounds[name], tpots, measured) for name, tpots in times.items()}
+        cells.append(cell | {'sides': sides, 'ratios': {'tokens_per_second': clock.faster(sides)}})
         rates += measured
-        cells.append(cell | found)
         del rounds  # so that only the caches of one cell are in memory
     return setting.facts(s, models) | {
         'steps': s.steps, 'budget': budget, 'cells': cells,
         'bandwidth': {'kernel': bandwidth.kernel, 'bytes_per_second': clock.summary(rates)}}
-
-
-def compared_models(config, longest: int, s) -> dict:
-    """Return name -> model: ours, and the baseline selected in the settings."""
-    models = setting.compared(config, longest, s)
-    if s.against == 'vanilla_float32':
-        plain = dataclasses.replace(s, dtype='float32', weight_dtype='auto')
-        vanilla = GPT(setting.vanilla_config(config, longest))
-        models['vanilla float32'] = setting.prepared(vanilla, plain)
-    elif s.against == 'float32_kv':
-        models['float32 K/V'] = models['ours']
-    return models
-
-
-def measure(rounds, bandwidth, repeats: int, title: str) -> tuple[list[float], dict]:
-    """Bandwidths measured, one per round; metrics of each side and the ratios."""
-    times = clock.alternate({'bandwidth': bandwidth} | rounds, repeats, title)
-    measured = times.pop('bandwidth')
-    sides = {name: metrics(rounds[name], tpots, measured) for name, tpots in times.items()}
-    return measured, {'sides': sides, 'ratios': {'tokens_per_second': clock.faster(sides)}}
 
 
 def metrics(side: DecodeRound, tpots, rates) -> dict:

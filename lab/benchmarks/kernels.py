@@ -26,23 +26,13 @@ ROTATED_BYTES = 2 ** 27  # all copies together: over twice the L2 cache of an H1
 REPLAYED_MS = 300      # long enough for several measurements even if 20 calls take 50 ms
 
 
-def milliseconds(call, device, rep=100) -> dict:
-    """Median, min and max over the calls of about `rep` milliseconds."""
-    if device.type != 'cuda':  # interpreted kernels, only to try out the mode
-        start = clock.now()
-        call()
-        return clock.summary([1000 * (clock.now() - start)])
-    from triton.testing import do_bench
-    each = do_bench(call, rep=rep, return_mode='all')
-    return {name: value for name, value in clock.summary(each).items() if name != 'each'}
-
-
 def milliseconds_a_call(calls, device) -> dict:
-    """Like `milliseconds`, for short calls. `calls` do the same work, each on its own buffers; they
+    """Median, min and max for short calls. `calls` do the same work, each on its own buffers; they
     are captured in turn in one CUDA graph, and its time is divided by their number. This excludes
     the launch time and nearly all of the time of the events around the graph."""
-    if device.type != 'cuda':
-        return milliseconds(calls[0], device)
+    if device.type != 'cuda':  # interpreted kernels, only to try out the mode
+        return clock.summary([1000 * clock.seconds(device, calls[0])])
+    from triton.testing import do_bench
     turns = [calls[i % len(calls)] for i in range(max(CALLS, len(calls)))]
     for call in turns:
         call()
@@ -51,8 +41,8 @@ def milliseconds_a_call(calls, device) -> dict:
     with torch.cuda.graph(graph):
         for call in turns:
             call()
-    found = milliseconds(graph.replay, device, rep=REPLAYED_MS)
-    return {name: value / len(turns) for name, value in found.items()}
+    found = clock.summary(do_bench(graph.replay, rep=REPLAYED_MS, return_mode='all'))
+    return {name: found[name] / len(turns) for name in ('median', 'min', 'max')}
 
 
 def n_copies(nbytes: int) -> int:
@@ -73,12 +63,13 @@ def run(s, data_root: Path) -> dict:
     head_dim, n_kv_head = s.head_dim or s.n_embd // s.n_head, s.n_kv_head or s.n_head
     torch.manual_seed(s.seed)
     import triton
+    copy_rate = Bandwidth(device)()
     document = setting.run_facts(s, device) | {
         'triton': triton.__version__, 'dtype': str(dtype).removeprefix('torch.'), 'models': {},
         'heads': [s.n_head, n_kv_head, head_dim],
-        'rates': {'copy_bytes_per_second': Bandwidth(device)()}}
+        'rates': {'copy_bytes_per_second': copy_rate}}
     shape = s.n_head, n_kv_head, head_dim, dtype, device
-    document['decode'] = [decode_cell(shape, batch, context, document['rates'])
+    document['decode'] = [decode_cell(shape, batch, context, copy_rate)
                           for context in contexts for batch in batches]
     document['write'] = [write_cell(shape, batch) for batch in batches]
     return document
@@ -86,7 +77,7 @@ def run(s, data_root: Path) -> dict:
 
 # -- decode: one token per row over stored keys ----------------------------------------------------
 
-def decode_cell(shape, batch: int, context: int, device_rates) -> dict:
+def decode_cell(shape, batch: int, context: int, copy_rate: float) -> dict:
     """Each way to attend over `context` keys of `batch` rows: time, bytes per second, error."""
     from attention.kernels.decode import stored_attention
     H, n_kv_head, D, dtype, device = shape
@@ -101,16 +92,15 @@ def decode_cell(shape, batch: int, context: int, device_rates) -> dict:
         return lambda store: attend(q, *store.tensors[:2], enable_gqa=q.size(1) != n_kv_head)
 
     folded = q.reshape(batch, n_kv_head, -1, D)
-    sides = {'kernel, int8': (kernel, 'int8'),
-             'kernel': (kernel, 'plain'),
-             'SDPA': (whole_heads(F.scaled_dot_product_attention), 'plain'),
-             'SDPA, heads folded': (whole_heads(F.scaled_dot_product_attention, folded), 'plain')}
+    sides = {'kernel, int8': kernel, 'kernel': kernel,
+             'SDPA': whole_heads(F.scaled_dot_product_attention),
+             'SDPA, heads folded': whole_heads(F.scaled_dot_product_attention, folded)}
     if device.type == 'cuda':
         from torch.nn.attention.flex_attention import flex_attention
-        sides['FlexAttention'] = whole_heads(torch.compile(flex_attention, dynamic=False)), 'plain'
+        sides['FlexAttention'] = whole_heads(torch.compile(flex_attention, dynamic=False))
     return {'context': context, 'batch': batch, 'sides': {
-        name: attempt(attend, device, q, stores[kind], device_rates)
-        for name, (attend, kind) in sides.items()}}
+        name: attempt(attend, q, stores['int8' if 'int8' in name else 'plain'], copy_rate)
+        for name, attend in sides.items()}}
 
 
 def fill_random(store: KVStore) -> None:
@@ -130,18 +120,18 @@ def random_stores(rows, n_kv_head, context, head_dim, kind, dtype, device) -> li
     return stores
 
 
-def attempt(attend, device, q, stores, device_rates) -> dict:
+def attempt(attend, q, stores, copy_rate: float) -> dict:
     """Time and error of one way to attend over a store, or the reason why it failed."""
     store = stores[0]
     try:
         with torch.inference_mode():
             error = decode_error(attend(store), q, store)
-            ms = milliseconds_a_call([partial(attend, each) for each in stores], device)
+            ms = milliseconds_a_call([partial(attend, each) for each in stores], q.device)
     except Exception as e:  # one way that fails must not end the run
         return {'failed': f'{type(e).__name__}: {str(e)[:200]}'.partition('\n')[0]}
     rate = store.nbytes / ms['median'] * 1000
     return {'ms': ms, 'bytes': store.nbytes, 'bytes_per_second': rate,
-            'share': rate / device_rates['copy_bytes_per_second'], 'error': error}
+            'share': rate / copy_rate, 'error': error}
 
 
 def decode_error(y, q, store) -> float:

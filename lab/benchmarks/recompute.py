@@ -41,11 +41,9 @@ def run(s, data_root: Path) -> dict:
     cells = []
     for context, batch in shapes:
         for name, model in models.items():
-            steps = TrainingSteps(model, batch, context, dtype)
-            title = f'{name}: sequences of {context}, batch {batch}'
-            found = measure(steps, [*names, WHOLE], s.repeats, title)
-            cells.append({'model': name, 'context': context} | found)
-            del steps  # and the state of its optimizer
+            cells.append({'model': name, 'context': context} | measure(
+                TrainingSteps(model, batch, context, dtype), [*names, WHOLE], s.repeats,
+                f'{name}: sequences of {context}, batch {batch}'))
     return setting.facts(s, models) | {'dtype': str(dtype).removeprefix('torch.'), 'cells': cells}
 
 
@@ -67,12 +65,12 @@ def memory_of(steps: TrainingSteps, policy: str) -> dict:
     """Bytes, as measured by `training.memory`; allocated_peak: a step's peak in bytes
     according to the CUDA allocator, None on other devices."""
     choose(steps, policy)
-    memory = vars(measure_memory(steps.model, steps.batch, steps.autocast))
-    if steps.device.type != 'cuda':
-        return memory | {'allocated_peak': None}
-    torch.cuda.reset_peak_memory_stats(steps.device)
-    steps()
-    return memory | {'allocated_peak': torch.cuda.max_memory_allocated(steps.device)}
+    memory, peak = vars(measure_memory(steps.model, steps.batch, steps.autocast)), None
+    if steps.device.type == 'cuda':
+        torch.cuda.reset_peak_memory_stats(steps.device)
+        steps()
+        peak = torch.cuda.max_memory_allocated(steps.device)
+    return memory | {'allocated_peak': peak}
 
 
 def measure(steps: TrainingSteps, names, repeats: int, title: str) -> dict:

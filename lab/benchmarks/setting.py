@@ -78,18 +78,19 @@ def model_config(s, data_root: Path) -> GPTConfig:
     return dataclasses.replace(s.config(vocab_size), dropout=0.0)
 
 
-def vanilla_config(config: GPTConfig, longest: int) -> GPTConfig:
-    """The baseline: GPT-2 in the shape of `config`, with learned positions for `longest` tokens."""
-    kept = ('vocab_size', 'n_layer', 'n_head', 'n_embd', 'head_dim', 'bias', 'gelu')
-    return GPTConfig(block_size=max(config.block_size, longest),
-                     **{name: getattr(config, name) for name in kept})
-
-
 def compared(config: GPTConfig, longest: int, s, parameters: torch.dtype | None = None) -> dict:
-    """Return name -> model: ours, and the baseline with against='vanilla'."""
+    """Return name -> model: ours, and the baseline if it is vanilla GPT-2 in our shape, with
+    learned positions for `longest` tokens, or ours with another cache."""
     models = {'ours': prepared(GPT(config), s, parameters)}
-    if s.against == 'vanilla':
-        models['vanilla'] = prepared(GPT(vanilla_config(config, longest)), s, parameters)
+    if s.against == 'float32_kv':
+        models['float32 K/V'] = models['ours']
+    elif s.against in ('vanilla', 'vanilla_float32'):
+        kept = ('vocab_size', 'n_layer', 'n_head', 'n_embd', 'head_dim', 'bias', 'gelu')
+        vanilla = GPT(GPTConfig(block_size=max(config.block_size, longest),
+                                **{name: getattr(config, name) for name in kept}))
+        if s.against == 'vanilla_float32':
+            s = dataclasses.replace(s, dtype='float32', weight_dtype='auto')
+        models[s.against.replace('_', ' ')] = prepared(vanilla, s, parameters)
     return models
 
 

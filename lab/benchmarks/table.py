@@ -135,11 +135,10 @@ def tables(document: dict) -> list[Table]:
         'pieces': f'{chunk:,} tokens at a time' if chunk else 'in one piece'}
     found, formatter = [], Column()
     for title, source, columns in TABLES[kind_of(document)]:
-        rows = rows_of(document, source)
-        cells = {heading: [formatter.text(column, row) for row in rows]
-                 for heading, column in columns.items()}
-        cells = {heading: texts for heading, texts in cells.items() if any(texts)}
-        if rows:
+        if rows := rows_of(document, source):
+            cells = {heading: [formatter.text(column, row) for row in rows]
+                     for heading, column in columns.items()}
+            cells = {heading: texts for heading, texts in cells.items() if any(texts)}
             found.append(Table(formatter.text(title, facts), tuple(cells),
                                list(zip(*cells.values())), LEFT))
     return found

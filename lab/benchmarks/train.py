@@ -19,7 +19,7 @@ import torch
 from torch.profiler import schedule, tensorboard_trace_handler
 
 from common.errors import UserError, at_least
-from common.gpt_config import NANOGPT_FIELDS, GPTConfig, model_args
+from common.gpt_config import NANOGPT_FIELDS, model_args
 from data.tokenfiles import is_prepared
 from lab.benchmarks import clock
 from lab.benchmarks.setting import model_config, run_facts
@@ -97,7 +97,6 @@ def training_steps(s, data_root: Path, theirs: bool = False) -> TrainingSteps:
         next_batch = TokenBatches(folder, s.block_size, s.batch_size, device).next
     model = GPT(model_config(s, data_root))
     if theirs:
-        check_vanilla(model.config)
         model = nanogpt(model, s.nanogpt).to(device)
     else:
         model.to(device).attention_backend = s.attention_backend
@@ -115,18 +114,14 @@ def training_steps(s, data_root: Path, theirs: bool = False) -> TrainingSteps:
                          compiled=s.compile)
 
 
-def check_vanilla(config: GPTConfig) -> None:
-    """Raise UserError if nanoGPT does not support the model."""
-    wrong = [f'{name}={value!r}' for name, value in model_args(config).items()
+def nanogpt(ours, folder: str):
+    """Return nanoGPT's own GPT, from the checkout in `folder`, with our weights, in eval mode.
+    UserError: if it does not support the model, or there is no checkout."""
+    wrong = [f'{name}={value!r}' for name, value in model_args(ours.config).items()
              if name not in NANOGPT_FIELDS]
     if wrong:
         raise UserError("against='nanogpt' runs both with the same weights, so the model must be "
                         f"vanilla GPT-2, without {', '.join(wrong)}")
-
-
-def nanogpt(ours, folder: str):
-    """Return nanoGPT's own GPT, from the checkout in `folder`, with our weights, in eval mode.
-    UserError: if there is no checkout."""
     path = Path(folder) / 'model.py'
     if not folder or not path.is_file():
         raise UserError(f"nanogpt={folder!r}: against='nanogpt' needs the folder of a nanoGPT "
