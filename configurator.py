@@ -28,7 +28,7 @@ from types import ModuleType
 from common import settings as groups
 from common import startup  # noqa: F401  programs import this or `startup` before packages
 from common.errors import UserError
-from common.files import use_own_compiler_cache
+from common.files import read_text, use_own_compiler_cache
 from common.removed import removed
 from common.settings import COMMAND_LINE, Base, Source
 from common.terminal import visible
@@ -108,10 +108,7 @@ def parse(settings: type[Base], argv: list[str] | None = None, usage: str = '',
             source, changed = COMMAND_LINE, {'out_dir': arg}
         else:
             path = _find(arg, takes_run)
-            try:
-                text = path.read_text(encoding='utf-8-sig')
-            except (OSError, UnicodeDecodeError) as e:
-                raise UserError(f'config file {arg!r} cannot be read as UTF-8 text: {e}') from e
+            text = read_text(path, f'config file {arg!r}')
             if echo:
                 shown = f':\n{text}' if echo_files else ''
                 print(visible(f'Overriding config with {arg}{shown}'))
@@ -266,10 +263,10 @@ def _check_statements(arg: str, text: str) -> None:
     as JSON, YAML (`key: 1`) or a comparison (`key == 1`)."""
     for node in ast.parse(text).body:
         declared = isinstance(node, ast.AnnAssign) and node.value is None
-        lone = isinstance(node, ast.Expr) and not any(
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        lone = isinstance(node, ast.Expr) and not is_text and not any(
             isinstance(part, (ast.Call, ast.NamedExpr)) for part in ast.walk(node))
-        is_text = lone and isinstance(node.value, ast.Constant)
-        if declared or (lone and not is_text):
+        if declared or lone:
             raise UserError(f'{arg}, line {node.lineno}: this sets nothing; a config file has '
                             'lines of Python such as max_iters = 100')
 

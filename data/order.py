@@ -9,10 +9,6 @@ import functools
 import numpy as np
 import torch
 
-from common.errors import UserError
-
-ORDERS = ('random', 'sequential', 'shuffled')
-
 
 class RandomOrder:
     """Starts sampled from [0, high) by a generator, whose state is the position in the order."""
@@ -69,9 +65,7 @@ def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def make_order(name: str, n_tokens: int, size: int, generator: torch.Generator, seed: int):
-    """Make an order of windows of `size` tokens plus a target. UserError if `name` is unknown."""
-    if name not in ORDERS:
-        raise UserError(f"data_order={name!r}: allowed are {', '.join(map(repr, ORDERS))}")
+    """Make the order `name`, one of the above, of windows of `size` tokens plus a target."""
     if name == 'random':
         return RandomOrder(n_tokens - size, generator)
     return EpochOrder(n_tokens, size, seed if name == 'shuffled' else None)

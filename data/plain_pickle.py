@@ -12,8 +12,6 @@ MAX_REPEATED = 100_000  # the product of the numbers of times that tuples are us
 MAX_INT_BITS = 64  # larger ints can be chosen to have equal hashes, which makes a dict slow
 DIRECTORY = 0x10  # an attribute of MS-DOS
 
-GETS = {'GET', 'BINGET', 'LONG_BINGET'}
-PUTS = {'PUT', 'BINPUT', 'LONG_BINPUT', 'MEMOIZE'}
 # opcodes that take values from the stack, and leave a new one that is no tuple
 NO_TUPLE = {'REDUCE', 'BINPERSID', 'STACK_GLOBAL', 'NEWOBJ', 'LIST', 'DICT'}
 
@@ -26,12 +24,12 @@ def check_pickle(data: bytes) -> None:
     for i, (op, arg, _) in enumerate(pickletools.genops(data)):
         if type(arg) is int and arg.bit_length() > MAX_INT_BITS:
             raise pickle.UnpicklingError(f'it has an int of {arg.bit_length():,} bits')
-        if op.name in PUTS:
+        if op.name.endswith(('PUT', 'MEMOIZE')):
             arg = len(uses) if op.name == 'MEMOIZE' else arg
             if arg > i:  # loading allocates an array that long
                 raise pickle.UnpicklingError('it has an index that is too large')
             uses[arg] = 1 if may_be_tuple else 0
-        elif op.name in GETS:
+        elif op.name.endswith('GET'):
             may_be_tuple = uses[arg] > 0
             if may_be_tuple:
                 repeated = repeated // uses[arg] * (uses[arg] + 1)

@@ -4,6 +4,7 @@ A hash of its text decides whether a document is held out for validation: every 
 choice without knowing the number of documents, and duplicates end up in the same split.
 """
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -46,12 +47,7 @@ def arguments(doc: str, script: str) -> Arguments:
 def prepare(args: Any, path: str, **options: Any) -> None:
     """Make the dataset described by `args` (see arguments()) from the hub dataset `path`. options:
     of datasets.load_dataset. UserError: as TokenWriter's, or if documents are not available."""
-    if args.files:
-        check_files(args.files)
-        documents = file_documents(args.files)
-    else:
-        load_dataset()
-        documents = hub_documents(path, **options)
+    documents = file_documents(args.files) if args.files else hub_documents(path, **options)
     arrays = encoded(batches(documents), gpt2_encoding(), args.val, args.workers)
     with TokenWriter(args.out, None, args.shard_tokens) as out:
         with progress_bar('{task.completed:,} tokens', TimeElapsedColumn()) as bar:
@@ -106,21 +102,15 @@ def encoded(texts: Iterable[list[str]], encoding: Any, share: float,
             yield future.result()
 
 
-def check_files(files: list[Path]) -> None:
-    """Raise UserError if a file is missing or of another kind, before anything is read."""
+def file_documents(files: list[Path]) -> Iterator[str]:
+    """Return the documents of these files. Raises UserError if one is missing or of another kind,
+    before anything is read; read errors are UserErrors, too."""
     for path in files:
         if path.suffix not in READERS:
             raise UserError(f'{str(path)!r}: allowed are .jsonl, .txt and .parquet files')
         if not os.path.isfile(path):
             raise UserError(f'no file {str(path)!r}')
-        if path.suffix == '.parquet':
-            load_dataset()
-
-
-def file_documents(files: list[Path]) -> Iterator[str]:
-    """Yield the documents of these files. Read errors are UserErrors."""
-    for path in files:
-        yield from READERS[path.suffix](path)
+    return itertools.chain.from_iterable([READERS[path.suffix](path) for path in files])
 
 
 def load_dataset() -> Callable:
@@ -138,20 +128,23 @@ def load_dataset() -> Callable:
 
 
 def hub_documents(path: str, **options: Any) -> Iterator[str]:
-    """Yield column 'text' of the 'train' split of a hub dataset. options: for
+    """Return column 'text' of the 'train' split of a hub dataset. options: for
     datasets.load_dataset. Raises UserError if it is not available."""
-    load = load_dataset()
-    try:
-        if 'data_files' not in options:
-            check_hub(path)
-        for row in load(path, split='train', streaming=True, **options):
-            if isinstance(row['text'], str):
-                yield row['text']
-    except Exception as error:  # noqa: BLE001  the hub's client raises errors of many libraries
-        what = options.get('data_files', f'{path} {options} from the Hugging Face hub')
-        reason = ' '.join(str(error).split())[:300]
-        raise UserError(f"cannot stream the column 'text' of {what}: "
-                        f'{type(error).__name__}: {reason}') from None
+    load = load_dataset()  # its error comes before anything is read
+
+    def texts():
+        try:
+            if 'data_files' not in options:
+                check_hub(path)
+            for row in load(path, split='train', streaming=True, **options):
+                if isinstance(row['text'], str):
+                    yield row['text']
+        except Exception as error:  # noqa: BLE001  the hub's client raises errors of many libraries
+            what = options.get('data_files', f'{path} {options} from the Hugging Face hub')
+            reason = ' '.join(str(error).split())[:300]
+            raise UserError(f"cannot stream the column 'text' of {what}: "
+                            f'{type(error).__name__}: {reason}') from None
+    return texts()
 
 
 def _lines(path: Path) -> Iterator[str]:

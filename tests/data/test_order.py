@@ -2,7 +2,6 @@
 import pytest
 import torch
 
-from common.errors import UserError
 from data.order import make_order
 
 GENERATOR = torch.Generator()
@@ -49,5 +48,3 @@ def test_with_windows_of_another_size_it_goes_on_behind_as_many_tokens(name):
     assert second.drawn == 6 and second.state.tolist() == [6, 10]
     with pytest.raises(ValueError, match='random order'):
         second.state = order('random').state
-    with pytest.raises(UserError, match="data_order='sorted'"):
-        order('sorted')
