@@ -15,6 +15,7 @@
 #include <arm_neon.h>
 #endif
 
+#include "halves.h"
 #include "threads.h"
 #include "tiles.h"
 
@@ -116,20 +117,6 @@ INLINE f16x load_half(const T* p) {  // 8 elements, zeros behind: where a width 
     return load(padded);
 }
 
-INLINE float from_bfloat16(uint16_t x) {
-    uint32_t bits = (uint32_t)x << 16;
-    float y;
-    memcpy(&y, &bits, 4);
-    return y;
-}
-
-INLINE uint16_t to_bfloat16(float x) {  // to the nearest, ties to even
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    return x != x ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-}
-
-
 INLINE float sum(f4x x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 INLINE float sum(f8x x) {
     f4x lo, hi;
@@ -199,7 +186,7 @@ INLINE f16x relu2(f16x x) {  // NaN stays
     return y * y;
 }
 
-INLINE int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
+INLINE int64_t padded(int64_t n, int64_t unit = LANES) { return (n + unit - 1) / unit * unit; }
 
 // -- rows -----------------------------------------------------------------------------------------
 
@@ -359,11 +346,11 @@ INLINE int64_t rows_at_once(const Linear& l, int64_t row_bytes, int64_t multiple
     return std::max<int64_t>(1, rows / multiple);
 }
 
-// 16 results of a row of x, from sums of products with bytes that are w + 128: too large by 128 * sum(x)
+// 16 results of a row of x -> y, from sums of products with bytes that are w + 128: too large by 128 * sum(x)
 INLINE void finish_int8(const Linear& l, const Int8Rows& x, int64_t row, int64_t column, i16x sums, float* y, int finish) {
     const i16x dot = sums - (SIGNED ? 0 : 128) * x.sum[row];
     const f16x value = converted(dot) * (load((const float*)l.scale + column) * x.scale[row]);
-    finish16(value, l.bias ? l.bias + column : nullptr, y + row * l.n + column, l.n - column, finish);
+    finish16(value, l.bias ? l.bias + column : nullptr, y, l.n - column, finish);
 }
 
 // R rows of x against BLOCKS blocks of 16 weight rows. A block has, for each group of 4 columns,
@@ -399,26 +386,74 @@ static void int8_tile(const Linear& l, const Int8Rows& x, int64_t row, int64_t b
             for (int u = 1; u < UNROLL; u++) sums[r][b] += acc[r][b][u];
         }
     for (int b = 0; b < BLOCKS; b++)
-        for (int r = 0; r < R; r++) finish_int8(l, x, row + r, (block + b) * LANES, sums[r][b], y, finish);
+        for (int r = 0; r < R; r++) {
+            const int64_t column = (block + b) * LANES;
+            finish_int8(l, x, row + r, column, sums[r][b], y + (row + r) * l.n + column, finish);
+        }
 }
 
-#if TILES
-// The rows of x up to `end` against BLOCKS blocks, 16 at a time; of rows past the last one anything is read.
-template <int BLOCKS>
-static void int8_on_tiles(const Linear& l, const Int8Rows& x, int64_t row, int64_t end, int64_t block, float* y, int finish) {
-    const int64_t n = BLOCKS * LANES;
-    const uint8_t* w = (const uint8_t*)l.weight + block * LANES * l.k;
-    const uint8_t* next = w + threads_here() * n * l.k;
-    const int64_t passes = (end - row + LANES - 1) / LANES, ahead = (n + passes - 1) / passes;
-    alignas(64) int32_t sums[LANES][BLOCKS][LANES];
-    for (; row < end; row += LANES, next += ahead * l.k) {
-        tile_sums<BLOCKS, false>(x.values + row * l.k, w, l.k, next, ahead, sums);
-        for (int64_t r = 0; r < std::min<int64_t>(LANES, end - row); r++)
-            for (int b = 0; b < BLOCKS; b++)
-                finish_int8(l, x, row + r, (block + b) * LANES, *(const ints*)sums[r][b], y, finish);
+// Where the results of a matmul on tiles go. PAIRS: into activations of the next one, as `transpose_pairs` has them.
+enum Results { ROWS, PAIRS };
+
+// Sums of a tile, 16 rows of the weight from `column` on by 16 rows of x -> pairs of a group of the next matmul's x.
+INLINE void finish_pairs(const Linear& l, int64_t group, int64_t column, f16x* sums, uint16_t* y, int finish) {
+    for (int r = 0; r < LANES; r++)
+        sums[r] = finished(sums[r] + (l.bias ? l.bias[column + r] : 0), nullptr, finish);
+    for (int r = 0; r < LANES; r += 2)
+        to_pairs((const float*)&sums[r], y + (group * l.n + column + r) * LANES);
+}
+
+// G groups of 16 rows of x, in int8 or (HALF) as `transpose_pairs` leaves them, against N blocks of 16 weight rows.
+template <int G, int N, bool HALF, Results TO>
+static void tile_block(const Linear& l, const Int8Rows& x, int64_t m, int64_t group, int64_t block, const char* next,
+                       int64_t ahead, float* y, int finish) {
+    const int64_t bytes = (HALF ? 2 : 1) * l.k;
+    const char *of_x = (const char*)x.values + group * LANES * bytes, *of_w = (const char*)l.weight + block * LANES * bytes;
+    // results that a core's cache cannot hold (2 MB): to write them past the caches takes half of the time
+    const bool past_caches = m > 64 && m * l.n > 1 << 19 && finish != ADD && l.n % LANES == 0 && (uintptr_t)y % 64 == 0;
+    alignas(64) f16x sums[G * N][LANES];
+    if constexpr (HALF) tile_sums<N, G, true>(of_w, of_x, bytes, next, ahead, sums);
+    else tile_sums<G, N, false>(of_x, of_w, bytes, next, ahead, sums);
+    for (int i = 0; i < G * N; i++) {
+        const int64_t g = group + (HALF ? i / N : i % G), column = (block + (HALF ? i % N : i / G)) * LANES;
+        if constexpr (TO == PAIRS) {
+            finish_pairs(l, g, column, sums[i], (uint16_t*)y, finish);
+            continue;
+        }
+        if (HALF) transpose16(sums[i]);
+        for (int64_t r = 0, row = g * LANES; r < LANES && row < m; r++, row++) {
+            float *result = y + row * l.n + column, *to = past_caches ? (float*)&sums[i][r] : result;
+            if (HALF) finish16(sums[i][r], l.bias ? l.bias + column : nullptr, to, LANES, finish);
+            else finish_int8(l, x, row, column, (i16x)sums[i][r], to, finish);
+            if (past_caches) store_past_caches(result, to);
+        }
     }
 }
-#endif
+
+// As many rows of x at a time as stay in a core's cache (1 MB) while it goes through the weights; of rows past the
+// last one anything is read. bfloat16: whole blocks of 16 weight rows.
+template <bool HALF, Results TO = ROWS>
+static void tile_matmul(const Linear& l, const Int8Rows& x, int64_t m, float* y, int finish) {
+    const int64_t unit = (HALF ? 2 : 1) * l.k * LANES, groups = (m + LANES - 1) / LANES;
+    const int64_t blocks = HALF ? l.n / LANES : (l.n + LANES - 1) / LANES;
+    const int64_t step = HALF || groups > 1 ? 2 : 3, panels = (blocks + step - 1) / step;
+    const int64_t portion = std::max<int64_t>(2, (1 << 20) / unit / 2 * 2);
+    share((groups + portion - 1) / portion * panels, 1, [&](int64_t i) {
+        WithTiles here(true);
+        const int64_t block = i % panels * step, n = std::min(step, blocks - block);
+        int64_t group = i / panels * portion;
+        const int64_t end = std::min(groups, group + portion), passes = (end - group + 1) / 2;
+        const int64_t ahead = (step * LANES + passes - 1) / passes;
+        const char* next = (const char*)l.weight + (block + threads_here() * step) * unit;
+        for (; group < end; group += 2, next += ahead * unit / LANES) {
+            const bool two = group + 1 < end;
+            const auto of = n == 3 ? tile_block<1, HALF ? 2 : 3, HALF, TO>
+                          : n == 2 ? two ? tile_block<2, 2, HALF, TO> : tile_block<1, 2, HALF, TO>
+                                   : two ? tile_block<2, 1, HALF, TO> : tile_block<1, 1, HALF, TO>;
+            of(l, x, m, group, block, next, ahead, y, finish);
+        }
+    });
+}
 
 // f(row, end, block) for all rows of x and blocks of weight rows: as many rows at a time, a multiple of
 // `step`, as stay in `room` bytes of a core's cache while it goes through blocks.
@@ -442,15 +477,7 @@ static void int8_rows(const Linear& l, const Int8Rows& x, int64_t row, int64_t e
 
 static void int8_matmul(const Linear& l, const Int8Rows& x, int64_t m, float* y, int finish) {
     const int64_t blocks = (l.n + LANES - 1) / LANES, step = m < 8 || !WIDE ? 1 : 2;
-#if TILES
-    if (tiles() && m >= 8 && l.k % 64 == 0)
-        return share_products(l, m, (blocks + 2) / 3, 1, 1 << 20, LANES, [&](int64_t row, int64_t end, int64_t i) {
-            WithTiles here(true);
-            const int64_t left = blocks - 3 * i;
-            const auto rows_of = left > 2 ? int8_on_tiles<3> : left > 1 ? int8_on_tiles<2> : int8_on_tiles<1>;
-            rows_of(l, x, row, end, 3 * i, y, finish);
-        });
-#endif
+    if (tiles() && m > 1 && l.k % 64 == 0) return tile_matmul<false>(l, x, m, y, finish);
     const int64_t chunk = step == 1 ? rows_at_once(l, l.k, LANES) : 1;
     share_products(l, m, (blocks + step - 1) / step, chunk, 131072, 8, [&](int64_t row, int64_t end, int64_t i) {
         const int64_t block = i * step;
@@ -587,10 +614,6 @@ static void group_rows(const Linear& l, const float* x, int64_t group, int64_t m
     const W* w = (const W*)l.weight + column * k;
     x += group * LANES * k / AT_ONCE<W>;
     int64_t c = 0;
-#if TILES
-    if constexpr (AT_ONCE<W> == 2)
-        if (tiles() && count == LANES && k % 32 == 0) tile_sums<V, true>(w, x, 2 * k, w + ahead, ahead ? LANES : 0, out), c = LANES;
-#endif
     for (; c + COLUMNS <= count; c += COLUMNS) group_tile<V, COLUMNS>(w + c * k, x, k, ahead, out[c]);
     for (; c < count; c++) group_tile<V, 1>(w + c * k, x, k, 0, out[c]);
     for (int64_t r = 0, row = group * LANES; r < V * LANES && row < m; r++, row++) {
@@ -620,20 +643,41 @@ static void transpose(const float* x, int64_t m, int64_t k, int64_t groups, floa
     });
 }
 
-// room: for m + 16 rows of x. Up to three rows that are left over are faster one by one. With bfloat16 in
-// pairs they are not, if there are others: the activations of a group are rounded, as torch has
-// them, and rows of a batch must not differ in that.
+// The same of bfloat16 in pairs, for tiles: k is a multiple of 32, and rows past m are zeros.
+static void transpose_pairs(const float* x, int64_t m, int64_t k, int64_t groups, uint16_t* to) {
+    share(groups * (k / 32), [=](int64_t item) {
+        const int64_t row = item / (k / 32) * LANES, i = item % (k / 32) * 32;
+        uint16_t* unit = to + row * k + i * LANES;  // (16, 32), then (16, 16) pairs
+        for (int64_t r = 0; r < LANES; r++) {
+            if (row + r < m) to_halves(x + (row + r) * k + i, unit + r * 32);
+            else memset(unit + r * 32, 0, 64);
+        }
+        transpose16(unit);
+    });
+}
+
+INLINE bool on_tiles(const Linear& l) { return l.dtype == BFLOAT16 && tiles() && l.k % 32 == 0; }
+
+// room: for m + 16 rows of x. Up to three rows that are left over are faster one by one, except on tiles.
+// With bfloat16 in pairs they are not, if there are others: the activations of a group are rounded, as
+// torch has them, and rows of a batch must not differ in that. Tiles take whole blocks of 16 weight rows.
 template <typename W>
-static void float_matmul(const Linear& l, const float* x, int64_t m, float* y, int finish, float* room) {
-    const int64_t groups = (m + (AT_ONCE<W> == 2 && m > 3 ? 15 : 12)) / LANES;
-    if (groups) transpose<W>(x, m, l.k, groups, room);
-    share((l.n + LANES - 1) / LANES, rows_at_once(l, l.k * sizeof(W), LANES), [&](int64_t block) {
-        int64_t column = block * LANES, group = 0, row = groups * LANES;
-        WithTiles here(AT_ONCE<W> == 2);
-        for (; group + GROUPS <= groups; group += GROUPS) group_rows<GROUPS, W>(l, room, group, m, column, y, finish);
-        if (WIDE && group + 2 <= groups) group_rows<2, W>(l, room, group, m, column, y, finish), group += 2;
-        if (group < groups) group_rows<1, W>(l, room, group, m, column, y, finish);
-        if (row + 2 <= m) float_rows<2, W>(l, x, row, column, y, finish), row += 2;
+static void float_matmul(const Linear& l, const float* x, int64_t m, float* y, int finish, Int8Rows room) {
+    float* transposed = (float*)room.values;
+    int64_t groups = (m + (AT_ONCE<W> == 2 && m > 3 ? 15 : 12)) / LANES, first = 0;
+    if (on_tiles(l)) {
+        transpose_pairs(x, m, l.k, (m + 15) / LANES, (uint16_t*)transposed);
+        tile_matmul<true>(l, room, m, y, finish);
+        if (l.n % LANES == 0) return;
+        groups = 0, first = l.n / LANES;
+    }
+    if (groups) transpose<W>(x, m, l.k, groups, transposed);
+    share((l.n + LANES - 1) / LANES - first, rows_at_once(l, l.k * sizeof(W), LANES), [&](int64_t block) {
+        int64_t column = (first + block) * LANES, group = 0, row = groups * LANES;
+        for (; group + GROUPS <= groups; group += GROUPS) group_rows<GROUPS, W>(l, transposed, group, m, column, y, finish);
+        if (WIDE && group + 2 <= groups) group_rows<2, W>(l, transposed, group, m, column, y, finish), group += 2;
+        if (group < groups) group_rows<1, W>(l, transposed, group, m, column, y, finish);
+        for (; row + 2 <= m; row += 2) float_rows<2, W>(l, x, row, column, y, finish);
         if (row < m) float_rows<1, W>(l, x, row, column, y, finish);
     });
 }
@@ -644,10 +688,21 @@ static void matmul(const Linear& l, const float* x, int64_t m, float* y, int fin
         quantize_rows(x, m, l.k, l.group, rows);
         l.dtype == INT8 ? int8_matmul(l, rows, m, y, finish) : int4_matmul(l, rows, m, y, finish);
     } else if (l.dtype == BFLOAT16) {
-        float_matmul<uint16_t>(l, x, m, y, finish, (float*)rows.values);
+        float_matmul<uint16_t>(l, x, m, y, finish, rows);
     } else {
-        float_matmul<float>(l, x, m, y, finish, (float*)rows.values);
+        float_matmul<float>(l, x, m, y, finish, rows);
     }
+}
+
+// y (m, C) += proj(finish(fc(x))). On tiles the hidden activations are written as the second matmul reads them.
+static void mlp(const Linear& fc, const Linear& proj, const float* x, int64_t m, float* hidden, float* y, int finish, Int8Rows rows) {
+    if (on_tiles(fc) && on_tiles(proj) && proj.n % LANES == 0) {
+        transpose_pairs(x, m, fc.k, (m + LANES - 1) / LANES, (uint16_t*)rows.values);
+        tile_matmul<true, PAIRS>(fc, rows, m, hidden, finish);
+        return tile_matmul<true>(proj, {(activation_t*)hidden, nullptr, nullptr}, m, y, ADD);
+    }
+    matmul(fc, x, m, hidden, finish, rows);
+    matmul(proj, hidden, m, y, ADD, rows);
 }
 
 // -- small matmuls --------------------------------------------------------------------------------

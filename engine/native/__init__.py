@@ -38,30 +38,48 @@ def _checked(dll: ctypes.CDLL) -> ctypes.CDLL:
         getattr(dll, name).restype = None
     dll.tiles = bool(dll.nanokv_tiles(1))
     if dll.tiles and not _tiles_agree(dll):
-        print('Note: matmuls on AMX tiles are wrong here and not used, slower', file=sys.stderr)
+        print('Note: results on AMX tiles are wrong here and not used, slower', file=sys.stderr)
         dll.tiles = bool(dll.nanokv_tiles(0))
     return dll
 
 
 def _tiles_agree(dll: ctypes.CDLL) -> bool:
-    """Whether matmuls on tiles (AMX) give what they give without them."""
+    """Whether matmuls and attention on tiles (AMX) give what they give without them, for tiles of
+    every shape."""
     generator, k = torch.Generator().manual_seed(0), 128
-    for m, n in ((40, 48), (24, 32), (8, 16)):
-        x, floats = (torch.randn(rows, k, generator=generator) for rows in (m, n))
-        scale = torch.ones(n)
+
+    def both(call, *shape):
+        y = torch.empty(2, *shape)
+        for on in (0, 1):
+            dll.nanokv_tiles(on)
+            call(y[on])
+        return y
+
+    for m, n in ((40, 48), (33, 40), (8, 48), (2, 16)):  # 2 x 2 to 1 x 1, 1 x 3, ragged ends
+        # in bfloat16, since without tiles up to three rows are not rounded; blocks of 16 are whole
+        x, floats = (torch.randn(rows, k, generator=generator).bfloat16().float()
+                     for rows in (m, -(-n // 16) * 16))
+        scale = torch.ones(len(floats))
         weights = {INT8: floats.mul(30).add(128).byte(), BFLOAT16: floats.bfloat16()}
         for dtype, weight in weights.items():
             linear = Linear(weight.data_ptr(), scale.data_ptr(), None, n, k, dtype, k)
-            y = torch.empty(2, m, n)
-            for on in (0, 1):
-                dll.nanokv_tiles(on)
-                dll.nanokv_linear(ctypes.byref(linear), ctypes.c_void_p(x.data_ptr()),
-                                    ctypes.c_int64(m), ctypes.c_void_p(y[on].data_ptr()),
-                                    ctypes.c_int64(1))
+            y = both(lambda y: dll.nanokv_linear(
+                ctypes.byref(linear), ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(m),
+                ctypes.c_void_p(y.data_ptr()), ctypes.c_int64(1)), m, n)
             bound = 0 if dtype == INT8 else 1e-4  # sums of whole numbers are exact
             if not torch.allclose(*y, rtol=bound, atol=bound):
                 return False
-    return True
+
+    H, t, D, S = 2, 40, 32, 150
+    q, kv = (torch.randn(*shape, D, generator=generator) for shape in ((H, t), (2, S)))
+    kv = kv.bfloat16()
+    before, n_new = torch.tensor([S - t]), torch.tensor([t])
+    slot = Slot(kv[0].data_ptr(), kv[1].data_ptr(), None, None, None, 1, D, S, BFLOAT16)
+    strides = H * t * D, t * D, D
+    y = both(lambda y: dll.nanokv_attend(ctypes.byref(Chunk(
+        slot, q.data_ptr(), y.data_ptr(), before.data_ptr(), n_new.data_ptr(), None, None,
+        *strides, *strides, 1, H, t, 0, 0, 1))), H, t, D)
+    return torch.allclose(*y, rtol=1e-4, atol=1e-4)
 
 
 # -- the structs of kernels.h, slots.h and chunks.h ------------------------------------------------

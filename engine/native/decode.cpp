@@ -161,7 +161,7 @@ static void attention(const Model& model, const Layer& layer, const Step& step, 
     const int64_t width = layer.c_attn.n, group = model.n_head / Hkv, size = group * (padded(S) + 2);
     Buffer<char> scratch((group + TILE) * std::max(S, D) * sizeof(float));  // of each thread
     std::optional<ChunkRoom> room;
-    if (work.most) room.emplace(group * work.most, S);
+    if (work.most) room.emplace(group * work.most, slot);
     float* turned = (float*)scratch.data();
     const float* queries = w.qkv.data();
     int64_t stride = width;
@@ -265,7 +265,7 @@ extern "C" void nanokv_decode(const Model* model_, const Step* step_) {
     w.gates.resize(m * model.n_head);
     w.to_latents.resize(m * latents);
     w.of_latents.resize(m * latents);
-    w.mlp.resize(m * widest);
+    w.mlp.resize((m + LANES) * widest);
     w.results.resize(results);
     w.values.resize(4 * (m + LANES) * widest);
     w.scale.resize(m);
@@ -299,8 +299,7 @@ extern "C" void nanokv_decode(const Model* model_, const Step* step_) {
             if (layer.gate.weight) gate_heads(model, shared->gates.data(), now->m, shared->y.data());
             matmul(layer.attn_proj, shared->y.data(), now->m, x, ADD, rows);
             norm_rows(x, layer.ln_2, layer.ln_2_bias, now->m, C, h);
-            matmul(layer.c_fc, h, now->m, shared->mlp.data(), model.activation, rows);
-            matmul(layer.mlp_proj, shared->mlp.data(), now->m, x, ADD, rows);
+            mlp(layer.c_fc, layer.mlp_proj, h, now->m, shared->mlp.data(), x, model.activation, rows);
         }
         share(step.n_wanted, [&](int64_t r) {
             const int64_t row = now == &step ? step.wanted[r] : r;
@@ -317,7 +316,7 @@ extern "C" void nanokv_attend(const Chunk* chunk) {
     const Slot& slot = c.slot;
     const auto attend = attend_block_of(slot);
     in_parallel(c.threads, [&] {
-        ChunkRoom room(group * size, slot.head_dim);
+        ChunkRoom room(group * size, slot);
         share(blocks * pairs, 1, [&](int64_t item) {  // the last queries first: they see the most keys
             const int64_t first = (blocks - 1 - item / pairs) * size, b = item % pairs / slot.n_kv_head;
             const int64_t n = std::min(size, c.n[b] - first);

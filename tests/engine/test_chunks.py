@@ -47,7 +47,9 @@ def in_pages(stored, size, transposed):
 @pytest.mark.parametrize('kv_dtype', ['float32', 'bfloat16', 'int8', 'int4'])
 @pytest.mark.parametrize('n_head, n_kv_head, D', [(4, 2, 24), (12, 1, 64), (3, 3, 10), (2, 1, 2)])
 def test_it_equals_dense_attention(n_head, n_kv_head, D, kv_dtype):
-    """Contiguous, and in pages; behind windows; past several tiles of keys and queries."""
+    """Contiguous, and in pages; behind windows; past several tiles of keys and queries. Tiles of
+    the processor take a float as two bfloat16."""
+    bound = 3e-5 if native.library().tiles and kv_dtype != 'float32' else 1e-5
     for S, t, window, sink in ((300, 170, 0, True), (300, 3, 0, False), (61, 61, 7, True),
                                (320, 200, 140, False), (200, 130, 1, False), (5, 5, 900, False)):
         q = torch.randn(2, t, n_head, D).transpose(1, 2)
@@ -57,13 +59,13 @@ def test_it_equals_dense_attention(n_head, n_kv_head, D, kv_dtype):
         start = max(0, S - t - window + 1) if window else 0  # what a ring holds
         ring = [x[:, :, start:] for x in stored]
         rows = [S - t - start] * 2, [t] * 2
-        assert max_gap(chunks.attend(q, ring, *rows, window, sink), expected) < 1e-5
+        assert max_gap(chunks.attend(q, ring, *rows, window, sink), expected) < bound
         y = chunks.attend(q.bfloat16(), ring, *rows, window, sink)
         assert y.dtype == torch.bfloat16 and max_gap(y, expected) < 0.05
         for size, transposed in ((16, kv_dtype in ('float32', 'int8')), (7, False)):
             pool, table = in_pages(stored, size, transposed)
             y = chunks.attend(q, pool, [S - t] * 2, [t] * 2, window, sink, table)
-            assert max_gap(y, expected) < 1e-5, (S, size)
+            assert max_gap(y, expected) < bound, (S, size)
 
 
 @pytest.mark.parametrize('threads', [1, 5])

@@ -1,5 +1,6 @@
 // AMX in plain C++, for processors without it: -include this file. As Intel's Instruction Set
-// Extensions Programming Reference describes TDPBSUD and TDPBF16PS, for whole tiles.
+// Extensions Programming Reference describes TDPBSUD and TDPBF16PS, for whole tiles. Without AVX-512 BF16 the
+// rest is plain C++, too: with AVX2 alone activations are stored in another form.
 #pragma once
 #include <immintrin.h>
 #include <sys/syscall.h>
@@ -8,6 +9,11 @@
 #include <cstdint>
 #include <cstring>
 
+#if !defined(__AVX512BF16__)
+#undef __AVX512F__
+#undef __AVX2__
+#undef __AVXVNNI__
+#endif
 #define __AMX_INT8__ 1
 #define __AMX_BF16__ 1
 #undef _tile_loadd
@@ -29,14 +35,14 @@ static thread_local Tile16 emulated[8];
 static thread_local bool configured = false;
 
 static Tile16& emulated_tile(int i) {
-    if (!configured || i > 6) __builtin_trap();
+    if (!configured || i > 7) __builtin_trap();
     return emulated[i];
 }
 static void emulated_config(const void* config) {
     uint8_t bytes[64];
     memcpy(bytes, config, 64);
     for (int i = 0; i < 64; i++) {
-        const int expected = i == 0 ? 1 : i >= 16 && i < 30 ? (i % 2 ? 0 : 64) : i >= 48 && i < 55 ? 16 : 0;
+        const int expected = i == 0 ? 1 : i >= 16 && i < 32 ? (i % 2 ? 0 : 64) : i >= 48 && i < 56 ? 16 : 0;
         if (bytes[i] != expected) __builtin_trap();
     }
     configured = true;
