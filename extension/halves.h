@@ -63,7 +63,8 @@ static inline void to_pairs(const float* x, uint16_t* to) {
 }
 
 static inline void transpose16(void* x) {
-    float* v = (float*)x;
+    typedef uint32_t __attribute__((may_alias)) word;
+    word* v = (word*)x;
     for (int i = 0; i < 16; i++)
         for (int j = 0; j < i; j++) std::swap(v[16 * i + j], v[16 * j + i]);
 }
