@@ -5,6 +5,7 @@
 import asyncio
 import base64
 import contextlib
+import functools
 import hashlib
 import json
 import re
@@ -65,8 +66,7 @@ def make_app(worker: Worker, service: api.Service, keys: Sequence[str] = (),
     """
     model = {'id': service.model, 'object': 'model', 'created': service.created,
              'owned_by': 'nanokv'}
-    # two threads parse and encode requests; a client has at most one of them
-    threads, locks = anyio.CapacityLimiter(2), weakref.WeakValueDictionary()
+    parsers = Parsers()
 
     async def retrieve_model(request):
         if request.path_params['model'] != service.model:
@@ -87,13 +87,8 @@ def make_app(worker: Worker, service: api.Service, keys: Sequence[str] = (),
         def make_reply(body):
             return reply_type(parse(decoded(body), service), service.model, service.tokenizer)
 
-        async def reply_to(client, body):
-            async with locks.setdefault(client, asyncio.Lock()):
-                return await anyio.to_thread.run_sync(make_reply, body, limiter=threads,
-                                                      abandon_on_cancel=True)
-
         async def endpoint(request):
-            return Generation(worker, service, reply_to)
+            return Generation(worker, service, functools.partial(parsers.run, make_reply))
         return Route(path, endpoint, methods=['POST'])
     routes = [generate('/v1/completions', api.parse_completion, Reply),
               generate('/v1/chat/completions', api.parse_chat, ChatReply),
@@ -148,6 +143,18 @@ async def body_of(request: Request, most: int) -> bytes:
         if len(body) > most:
             raise ApiError(413, f'the body is larger than {most:,} bytes')
     return bytes(body)
+
+
+class Parsers:
+    """Two threads that parse and encode requests. A client has at most one of them."""
+
+    def __init__(self):
+        self.threads, self.locks = anyio.CapacityLimiter(2), weakref.WeakValueDictionary()
+
+    async def run(self, parse: Callable, client: str, body: bytes):
+        async with self.locks.setdefault(client, asyncio.Lock()):
+            return await anyio.to_thread.run_sync(parse, body, limiter=self.threads,
+                                                  abandon_on_cancel=True)
 
 
 class Generation:
