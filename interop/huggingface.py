@@ -62,7 +62,11 @@ def from_pretrained(source: str, override_args: dict | None = None) -> GPT:
         raise UserError(f'{source!r} is neither {", ".join(map(repr, GPT2_TYPES))} nor a folder: '
                         f'give one of these, or {GPT2_FOLDER}')
     print(f'loading weights from pretrained gpt: {source}')
-    folder = _download(source) if source in GPT2_TYPES else Path(source)
+    folder = Path(source)
+    if source in GPT2_TYPES:
+        _import('huggingface_hub')
+        folder = from_hub(f'openai-community/{source}', 'config.json').parent
+        from_hub(f'openai-community/{source}', 'model.safetensors')
     raw = read_json(folder / 'config.json')
     config = _read_config(raw, folder / 'config.json')
     print(f'forcing vocab_size={config.vocab_size}, block_size={config.block_size}, '
@@ -88,17 +92,10 @@ def from_pretrained(source: str, override_args: dict | None = None) -> GPT:
 
 def _import(name):
     try:
-        return importlib.import_module(name)
+        importlib.import_module(name)
     except ImportError as e:
-        raise UserError(f'loading GPT-2 needs the {name.partition(".")[0]} package: pip install '
+        raise UserError(f'loading GPT-2 needs the {name} package: pip install '
                         'safetensors huggingface_hub (or pip install -e .[hf])') from e
-
-
-def _download(model_type):
-    _import('huggingface_hub')
-    config, _ = (from_hub(f'openai-community/{model_type}', name)
-                 for name in ('config.json', 'model.safetensors'))
-    return config.parent
 
 
 def _reason(error):

@@ -31,42 +31,33 @@ def load(s):
     The global random generator is seeded just before the model is built and used for nothing else:
     sample 0 continues from that state, as in nanoGPT. UserError: if the device, model or data set
     does not exist, or they do not match."""
-    device = pick_device(s.device)
-    model, dataset, known, meta = read_model(s)
-    tokenizer = None if 'dataset' in s.given else tokenizer_in(
-        Path(s.init_from), model.config.vocab_size)
-    tokenizer = tokenizer or tokenizer_of(dataset, model.config.vocab_size, known, DATA_ROOT, meta)
-    native.use(s.native)
-    model = model.to(device, pick_dtype(s.dtype, device))
-    quantize_weights(model, s.weight_dtype, s.int4_group)
-    speed_up_on_cpu(model)
-    if s.compile:
-        compile_for_decode(model)
-    return model, tokenizer, '' if s.init_from == 'random' else dataset
-
-
-def read_model(s):
-    """The model (in eval mode, on the CPU), its data set's name, and if known that data set's
-    `tokens_id` and metadata at the time of training."""
-    path = checkpoint_in(s.out_dir, s.resume_from)
+    device, path = pick_device(s.device), checkpoint_in(s.out_dir, s.resume_from)
     checkpoint = load_to_resume(path) if s.init_from == 'resume' else None
     torch.manual_seed(s.seed)
-    known, stored = '', None
+    dataset, known, stored, tokenizer = s.dataset, '', None, None
     if checkpoint is not None:
         dataset, known = checkpoint['config'].get('dataset', ''), checkpoint.get('tokens', '')
         stored = checkpoint.get('meta')
         model = model_of(checkpoint, path, dropout=0.0)
     elif s.init_from == 'random':
-        dataset, meta = s.dataset, read_meta(known_dataset(s.dataset))
-        vocab_size = meta['vocab_size'] if meta else 50304
-        model = GPT(s.config(vocab_size))
+        meta = read_meta(known_dataset(dataset))
+        model = GPT(s.config(meta['vocab_size'] if meta else 50304))
     else:
-        model, dataset = GPT.from_pretrained(s.init_from, dict(dropout=0.0)), s.dataset
+        model = GPT.from_pretrained(s.init_from, dict(dropout=0.0))
         if 'dataset' not in s.given:
             dataset, known = noted_source(s.init_from)
+            tokenizer = tokenizer_in(Path(s.init_from), model.config.vocab_size)
     if s.init_from != 'random':
         keep_trained(s, model.config)
-    return model.eval(), dataset, known, stored
+    if tokenizer is None:
+        tokenizer = tokenizer_of(dataset, model.config.vocab_size, known, DATA_ROOT, stored)
+    native.use(s.native)
+    model = model.eval().to(device, pick_dtype(s.dtype, device))
+    quantize_weights(model, s.weight_dtype, s.int4_group)
+    speed_up_on_cpu(model)
+    if s.compile:
+        compile_for_decode(model)
+    return model, tokenizer, '' if s.init_from == 'random' else dataset
 
 
 def with_newest_run(s):

@@ -71,29 +71,21 @@ class ApiError(Exception):
 
 @dataclass(frozen=True)
 class Service:
-    """The settings used to answer requests.
-
-    vocab_size: the model's. max_positions: limit on a prompt and its completion without its last
-    token. max_new_tokens: the default. max_choices: limit for all requests together. user,
-    reply_as: names of the user and the assistant in the template. max_body: bytes of a request.
-    timeout: seconds from its head to the end of the response. strict: reject messages that
-    `Dialogue.say` would fold. created: the model's time in seconds since 1970. dataset: name of
-    what it was trained on; '' = unknown.
-    """
+    """The settings used to answer requests."""
     model: str
     tokenizer: object
-    vocab_size: int
-    max_positions: int
-    max_new_tokens: int
-    max_choices: int
+    vocab_size: int       # the model's
+    max_positions: int    # limit on a prompt and its completion without its last token
+    max_new_tokens: int   # the default
+    max_choices: int      # limit for all requests together
     template: Template
-    user: str
-    reply_as: str
-    max_body: int
-    timeout: float
-    strict: bool = False
-    created: int = field(default_factory=lambda: int(time.time()))
-    dataset: str = ''
+    user: str             # name of the user in the template
+    reply_as: str         # name of the assistant
+    max_body: int         # bytes of a request
+    timeout: float        # seconds from its head to the end of the response
+    strict: bool = False  # reject messages that `Dialogue.say` would fold
+    created: int = field(default_factory=lambda: int(time.time()))  # time of the model
+    dataset: str = ''     # name of what it was trained on; '' = unknown
 
 
 @dataclass(frozen=True)

@@ -35,15 +35,18 @@ class Reply:
         """Process an event of a choice. Returns the documents to stream."""
         if event.completion:
             self.completions[choice] = event.completion
-        pieces = self.pieces(choice, event) if self.request.stream else []
+        if not self.request.stream:
+            return []
+        tokens = [event.token] if event.token >= 0 else []
+        pieces = self.pieces(choice, event, tokens, event.logprob and [event.logprob])
         return [self._document(self.piece, [piece], usage=None) for piece in pieces]
 
-    def pieces(self, c: int, event: Event) -> list[dict]:
-        """The new parts, as entries of 'choices'."""
+    def pieces(self, c: int, event: Event, *token) -> list[dict]:
+        """The new parts, as entries of 'choices'. token: the event's, as `_entry` takes it."""
         if not (event.text or event.completion or event.logprob or self.request.token_ids):
             return []
         reason = event.completion and event.completion.finish_reason
-        return [self._entry(c, {'text': event.text}, reason, *_of_token(event))]
+        return [self._entry(c, {'text': event.text}, reason, *token)]
 
     def last(self) -> list[dict]:
         """Documents to stream after all events."""
@@ -102,14 +105,13 @@ class Reply:
 class ChatReply(Reply):
     prefix, whole, piece = 'chatcmpl', 'chat.completion', 'chat.completion.chunk'
 
-    def pieces(self, c, event) -> list[dict]:
+    def pieces(self, c, event, *token) -> list[dict]:
         pieces = []
         if c not in self._begun:
             self._begun.add(c)
             pieces.append(self._entry(c, {'delta': {'role': 'assistant', 'content': ''}}))
         if event.text or event.logprob or self.request.token_ids:
-            pieces.append(self._entry(c, {'delta': {'content': event.text}}, None,
-                                      *_of_token(event)))
+            pieces.append(self._entry(c, {'delta': {'content': event.text}}, None, *token))
         if event.completion:
             pieces.append(self._entry(c, {'delta': {}}, event.completion.finish_reason))
         return pieces
@@ -128,8 +130,3 @@ class ChatReply(Reply):
         data = self.bytes_of(token)
         return {'token': self.text_of(token), 'logprob': max(logprob, LEAST),
                 'bytes': data and list(data)}
-
-
-def _of_token(event) -> tuple[list, list | None]:
-    """The token of an event and its log-probability, if there are any, as lists of a choice."""
-    return [event.token] if event.token >= 0 else [], event.logprob and [event.logprob]

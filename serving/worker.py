@@ -21,12 +21,11 @@ log = logging.getLogger('nanokv.serving')
 
 @dataclass(eq=False)
 class Ticket:
-    """An HTTP request. asked: each choice's (token ids, params). deliver: must not block. watched:
-    also deliver views of the choices' rows. client, salt: as in `Engine.submit`."""
-    asked: list[tuple[list[int], SamplingParams]]
-    deliver: Callable[[list], None]
-    watched: bool = False
-    client: str = ''
+    """An HTTP request."""
+    asked: list[tuple[list[int], SamplingParams]]  # each choice's prompt and params
+    deliver: Callable[[list], None]  # must not block
+    watched: bool = False  # also deliver views of the choices' rows
+    client: str = ''       # as in `Engine.submit`, like the next
     salt: bytes = b''
 
 
@@ -111,16 +110,13 @@ class Worker(threading.Thread):
             while self._process_commands():
                 self._step()
         finally:  # after a crash too: no client may wait forever
-            self._fail_remaining()
-
-    def _fail_remaining(self):
-        with self._condition:
-            self._deadline = self._deadline or 0.0
-            commands, self._commands = self._commands, []
-        for method, ticket in commands:
-            if method == self._begin:
-                self._deliver(ticket, [(0, _stopping())])
-        self._fail_running()
+            with self._condition:
+                self._deadline = self._deadline or 0.0
+                commands, self._commands = self._commands, []
+            for method, ticket in commands:
+                if method == self._begin:
+                    self._deliver(ticket, [(0, _stopping())])
+            self._fail_running()
 
     def _process_commands(self) -> bool:
         """Sleep until there is work, then run the queued commands. Returns False at the end."""
@@ -144,7 +140,7 @@ class Worker(threading.Thread):
                 number = self.engine.submit(ids, params, ticket.client, ticket.salt)
             except Exception:
                 log.exception('a request could not be queued')
-                self._count_ended(ticket, 1)
+                self._count_ended(ticket)
                 self._deliver(ticket, [(index, ApiError(500, 'internal error'))])
             else:
                 self._choices[number] = Choice(number, ticket, index)
@@ -167,13 +163,13 @@ class Worker(threading.Thread):
     def _remove(self, choice, event):
         del self._choices[choice.number]
         self.engine.views.pop(choice.number, None)
-        self._count_ended(choice.ticket, 1)
+        self._count_ended(choice.ticket)
         if event and event.completion:
             self.metrics.ended(event.completion)
 
-    def _count_ended(self, ticket, n):
+    def _count_ended(self, ticket):
         with self._condition:
-            self._num_open -= Counter({ticket.client: n})  # without counts of zero
+            self._num_open -= Counter([ticket.client])  # without counts of zero
 
     def _fail_running(self):
         while self._choices:

@@ -59,16 +59,12 @@ class Turn:
 
 @dataclass
 class Dialogue:
-    """The turns of a conversation.
-
-    tokenizer: from `data.tokenizer`. trimmed: how many of the oldest turns are left out of prompts.
-    strict: reject texts that `say` would fold.
-    """
-    tokenizer: object
+    """The turns of a conversation."""
+    tokenizer: object     # from `data.tokenizer`
     template: Template
     turns: list[Turn] = field(default_factory=list)
-    trimmed: int = 0
-    strict: bool = False
+    trimmed: int = 0      # how many of the oldest turns are left out of prompts
+    strict: bool = False  # reject texts that `say` would fold
 
     def say(self, name: str, text: str) -> None:
         """Append a turn. If its text would end it early, the text is folded first, unless `strict`:
