@@ -77,8 +77,9 @@ def test_a_wish_that_cannot_be_met_is_an_error(flash, wish, device, dtype, head_
 def test_each_computes_the_same(backend, window):
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, h, 40, 8, generator=g, dtype=torch.float64) for h in (6, 2, 2))
-    y = causal_attention(q, k, v, window, backend=backend)
-    assert (y - dense_attention(q, k, v, window)).abs().max() < 1e-12
+    for sink in (None, torch.randn(6, generator=g, dtype=torch.float64)):
+        y = causal_attention(q, k, v, window, backend=backend, sink=sink)
+        assert (y - dense_attention(q, k, v, window, sink)).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize('version, whole', [(2, (-1, -1)), (4, (None, None))])
