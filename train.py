@@ -23,7 +23,8 @@ import torch
 import configurator
 from common.errors import UserError
 from common.folder_lock import only_writer
-from common.settings import GPT2_FOLDER, GPT2_TYPES, Attention, Device, Model, OutDir, key
+from common.settings import (
+    GPT2_FOLDER, GPT2_TYPES, Attention, Data, Device, Model, OutDir, key)
 from data.datasets import DATA_ROOT
 from training.checkpoint.manager import checkpoint_in, load_to_resume
 from training.device import keep_freed_memory
@@ -43,7 +44,7 @@ from training.step.optim import learning_rate_at, make_optimizer, set_learning_r
 
 
 @dataclass(frozen=True)
-class Settings(OutDir, Model, Device, Attention):
+class Settings(OutDir, Data, Model, Device, Attention):
     eval_interval: int = key(2000, 'iterations between evaluations (and checkpoints)')
     log_interval: int = key(1, 'iterations between log lines')
     eval_iters: int = key(200, 'batches per split in one evaluation; always the same windows')
@@ -60,11 +61,6 @@ class Settings(OutDir, Model, Device, Attention):
     wandb_run_name: str = key('gpt2', 'Weights & Biases run name')
     tensorboard_log: bool = key(False, 'log to TensorBoard, in out_dir/tensorboard')
     # data
-    dataset: str = key('openwebtext', 'folder under data/; prepared on first use if possible')
-    recall_task: str = key('distances=3,16,47', "with dataset='recall': distances of the answers "
-                           '(other fields: data/recall/tasks.py, such as n_tokens=32)')
-    lookup_task: str = key('pairs=2,4,8,16', "with dataset='lookup': numbers of facts in a "
-                           'sequence (other fields: data/recall/tasks.py, such as gap=32)')
     gradient_accumulation_steps: int = key(40, 'micro-batches an iteration, of all processes')
     batch_size: int = key(12, 'sequences in a micro-batch')
     data_seed: int = key(-1, 'seed of the batch order; -1 = seed, after initialization')

@@ -101,6 +101,15 @@ class Sampling(Base):
     top_p: float = key(1.0, 'sample from the likeliest tokens of this total probability; 1 = all')
 
 
+@dataclass(frozen=True)
+class Data(Base):
+    dataset: str = key('openwebtext', 'folder under data/; prepared on first use if possible')
+    recall_task: str = key('distances=3,16,47', "with dataset='recall': distances of the answers "
+                           '(other fields: data/recall/tasks.py, such as n_tokens=32)')
+    lookup_task: str = key('pairs=2,4,8,16', "with dataset='lookup': numbers of facts in a "
+                           'sequence (other fields: data/recall/tasks.py, such as gap=32)')
+
+
 MODEL = tuple(f.name for f in dataclasses.fields(GPTConfig) if f.name != 'vocab_size')
 # nanoGPT's train.py turns GPT-2's biases off, GPTConfig has them on
 _shape = [(f.name, f.type, key(f.default if f.name != 'bias' else False, f.metadata['meaning'],

@@ -20,7 +20,7 @@ from pathlib import Path
 import configurator
 from common.errors import UserError, at_least
 from common.gpt_config import GPTConfig, unknown_field
-from common.settings import MODEL, STORED_DTYPES, Json, Model, key
+from common.settings import MODEL, STORED_DTYPES, Data, Json, Model, key
 from common.sizes import nice_bytes, parse_bytes
 from data.datasets import DATA_ROOT
 from data.recall.tasks import task_of
@@ -36,7 +36,7 @@ WEIGHT_BYTES = {'bfloat16': 2, 'float32': 4, 'int8': 1}
 
 
 @dataclass(frozen=True)
-class Settings(Json, Model):
+class Settings(Json, Data, Model):  # of a data set, only the vocabulary counts
     max_seq_len: int = key(0, 'sequence length; 0 = block_size (models of Hugging Face: 4,096)')
     batch: int = key(1, 'sequences in the cache')
     kv_dtype: str = key('bfloat16', 'dtype of the slot table', STORED_DTYPES, others=('auto',))
@@ -45,10 +45,6 @@ class Settings(Json, Model):
     like: str = key('', "models of Hugging Face: 'nanokv' = with its plan, too", ('', 'nanokv'))
     page_size: int = key(16, 'models of Hugging Face: positions in a page of vLLM (its block_size)')
     step_tokens: int = key(8192, "models of Hugging Face: vLLM's max_num_batched_tokens")
-    # of a data set, only the vocabulary counts
-    dataset: str = key('openwebtext', 'folder under data/; prepared on first use if possible')
-    recall_task: str = key('distances=3,16,47', "with dataset='recall': as in train.py")
-    lookup_task: str = key('pairs=2,4,8,16', "with dataset='lookup': as in train.py")
 
 
 def main(argv=None):

@@ -18,6 +18,7 @@ from engine import native
 from engine.steps.native import native_decode
 from engine.weights import linear
 from engine.weights.quantized import Int8Linear
+from lab.scripts import tiles as script
 from tests.engine import test_chunks, test_linear, test_weights
 from tests.engine.test_native import WIDE
 from tests.engine.test_native import test_other_weights_stay_close as check_other_weights
@@ -99,6 +100,14 @@ def test_tiles_that_are_wrong_are_not_used(monkeypatch, capsys):
     assert 'wrong here and not used' in capsys.readouterr().err
     monkeypatch.setattr(native, '_library', lambda: found)
     test_weights.test_matmuls_equal_exact_sums_of_integers(True, 16, 16, 64)
+
+
+def test_matmuls_are_timed_with_and_without_them(tiles, monkeypatch):
+    monkeypatch.setattr(script, 'ROUNDS', 1)
+    rows = list(script.matmuls(32, 64))
+    assert [name for name, *_ in rows][:2] == ['bfloat16, 1 x 64 by 32', 'int8, 1 x 64 by 32']
+    assert len(rows) == 16 and all(float(n) > 0 for _, *numbers in rows for n in numbers)
+    assert native.library().nanokv_tiles(1)
 
 
 def test_a_compiler_takes_the_real_ones(tmp_path):
