@@ -33,11 +33,11 @@ import json
 from dataclasses import dataclass
 
 import configurator
+from common.files import write_json
 from common.settings import Attention, Device, Inference, Json, Model, Seed, key
 from data.datasets import DATA_ROOT
 from lab.benchmarks.setting import check_against, check_target
 from lab.benchmarks.table import TABLES, show
-from lab.files import write_json
 from training.device import check_seed
 
 

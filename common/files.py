@@ -76,6 +76,20 @@ def read_json(path: Path):
         raise ValueError('it is nested too deeply') from None
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file atomically, and its folder. Raises UserError if it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary:
+            temporary.write_text(text, encoding='utf-8')
+    except OSError as e:
+        raise UserError(f'{path} cannot be written: {e.strerror or e}') from e
+
+
+def write_json(path: Path | str, document) -> None:
+    write_whole(Path(path), json.dumps(document, indent=1) + '\n')
+
+
 def owner_only(path, flags: int) -> int:
     """An opener for `open` that creates files which only their owner can read (0600)."""
     return os.open(path, flags, 0o600)

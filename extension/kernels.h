@@ -15,7 +15,6 @@
 #include <arm_neon.h>
 #endif
 
-#include "halves.h"
 #include "threads.h"
 #include "tiles.h"
 

@@ -1,9 +1,13 @@
-// Matmuls on tiles of 16 rows of 64 bytes (AMX), where the processor has them and the system allows it.
+// Matmuls on tiles of 16 rows of 64 bytes (AMX), where the processor has them and the system allows it; bfloat16.
 #pragma once
 #include <cstdint>
+#include <cstring>
+#include <utility>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__linux__)
-#include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -63,6 +67,71 @@ constexpr bool tiles() { return false; }
 struct WithTiles { explicit WithTiles(bool) {} };
 template <int A, int B, bool HALF>
 static void tile_sums(const void*, const void*, int64_t, const void*, int64_t, void*) {}
+#endif
+
+static inline float from_bfloat16(uint16_t x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float y;
+    memcpy(&y, &bits, 4);
+    return y;
+}
+
+static inline uint16_t to_bfloat16(float x) {  // to the nearest, ties to even
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return x != x ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+}
+
+// What goes into tiles and comes out of them. The plain versions do the same on other processors, for tests.
+#if defined(__AVX512BF16__)
+static inline void to_halves(const float* x, uint16_t* to) {  // 32 floats, to the nearest bfloat16
+    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + 16), _mm512_loadu_ps(x)));
+}
+
+static inline void to_pairs(const float* x, uint16_t* to) {  // two rows of 16 floats: their columns as pairs
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    const __m512 first = _mm512_loadu_ps(x), second = _mm512_loadu_ps(x + 16);
+    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(_mm512_permutex2var_ps(first, high, second),
+                                                         _mm512_permutex2var_ps(first, low, second)));
+}
+
+// x (16, 16) of 4 bytes, in place. To interleave the upper half with the lower four times exchanges rows and columns.
+static inline void transpose16(void* x) {
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    __m512 v[16], next[16];
+    for (int i = 0; i < 16; i++) v[i] = _mm512_loadu_ps((float*)x + 16 * i);
+    for (int round = 0; round < 4; round++) {
+        for (int i = 0; i < 8; i++) {
+            next[2 * i] = _mm512_permutex2var_ps(v[i], low, v[i + 8]);
+            next[2 * i + 1] = _mm512_permutex2var_ps(v[i], high, v[i + 8]);
+        }
+        for (int i = 0; i < 16; i++) v[i] = next[i];
+    }
+    for (int i = 0; i < 16; i++) _mm512_storeu_ps((float*)x + 16 * i, v[i]);
+}
+
+static inline void store_past_caches(float* to, const float* x) {  // 16 floats at a multiple of 64 bytes
+    _mm512_stream_ps(to, _mm512_loadu_ps(x));
+}
+#else
+static inline void to_halves(const float* x, uint16_t* to) {
+    for (int i = 0; i < 32; i++) to[i] = to_bfloat16(x[i]);
+}
+
+static inline void to_pairs(const float* x, uint16_t* to) {
+    for (int i = 0; i < 32; i++) to[i] = to_bfloat16(x[i % 2 * 16 + i / 2]);
+}
+
+static inline void transpose16(void* x) {
+    typedef uint32_t __attribute__((may_alias)) word;
+    word* v = (word*)x;
+    for (int i = 0; i < 16; i++)
+        for (int j = 0; j < i; j++) std::swap(v[16 * i + j], v[16 * j + i]);
+}
+
+static inline void store_past_caches(float* to, const float* x) { memcpy(to, x, 64); }
 #endif
 
 extern "C" int32_t nanokv_tiles(int32_t wanted) {  // whether matmuls use them from now on

@@ -24,18 +24,18 @@ CORE_TOKENS = 15_660
 # number. These are the sizes of today; the aim is 24,000 lines without tests, 21,500 of tests.
 BUDGETS = {
     'nanokv.py': 250,
-    'train.py sample.py chat.py serve.py ablate.py bench.py': 1_092,
-    'lab/': 4_126,
-    'serving/': 1_307,
-    'interop/': 1_592,
-    'training/': 3_388,
+    'train.py sample.py chat.py serve.py ablate.py bench.py': 1_124,
+    'lab/': 4_117,
+    'serving/': 1_292,
+    'interop/': 1_580,
+    'training/': 3_376,
     'extension/': 130,
-    'engine/': 4_452,
+    'engine/': 4_466,
     'attention/': 772,  # without the core, like kv/
-    'kv/': 1_201,
-    'data/': 2_087,
-    'common/ config/ configurator.py': 1_840,
-    'tests/': 21_606,
+    'kv/': 1_202,
+    'data/': 2_073,
+    'common/ config/ configurator.py': 1_863,
+    'tests/': 21_663,
 }
 house = pytest.mark.house
 

@@ -1,10 +1,10 @@
 """Write the report of a summary: results.json, report.md and pictures; print its tables."""
+from common.files import write_json, write_whole
 from kv.console import output
 from lab.ablation import tables
 from lab.ablation.pictures import TITLES, write_all
 from lab.ablation.stats import enough
 from lab.ablation.summary import COMPARED
-from lab.files import write_json, write_whole
 
 NOTE = ('Written by ablate.py from the files in this folder. A row is one change from the row '
         'above it, a side row (from ...) from the row that it names. KV bytes assume bfloat16 '

@@ -5,9 +5,8 @@ from collections import Counter
 from pathlib import Path
 
 from common.errors import UserError
-from common.files import regular_only
+from common.files import regular_only, write_whole
 from lab.ablation.ladder import digest, slug_of
-from lab.files import write_whole
 from training.checkpoint.file import load_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,6 +6,7 @@
 The model is GPT-2 124M's shape with all savings and random weights, in bfloat16 and in int8.
 Numbers are medians of five rounds in ms.
 """
+import itertools
 import json
 import statistics
 import sys
@@ -34,7 +35,7 @@ CPU, ROUNDS = torch.device('cpu'), 5
 
 
 def compared(name: str, work) -> list[str]:
-    """A row: the times of `work()` with and without tiles, and how many times as fast they make it."""
+    """A row: the seconds that `work()` returns with and without tiles, in ms, and their ratio."""
     def timed(on):
         native.library().nanokv_tiles(on)
         return work()
@@ -51,7 +52,8 @@ def matmuls(n: int, k: int):
     for rows in (1, 2, 4, 16, 64, 256, 1024, 4096) if n < 10_000 else (1, 16, 64):
         x = torch.randn(rows, k)
         for dtype, matmul in (('bfloat16', partial(by_extension, described)), ('int8', in_int8)):
-            yield compared(f'{dtype}, {rows} x {k} by {n}', partial(clock.seconds, CPU, partial(matmul, x)))
+            yield compared(f'{dtype}, {rows} x {k} by {n}',
+                           partial(clock.seconds, CPU, partial(matmul, x)))
 
 
 def model_steps(dtype: str, prompt: int):
@@ -66,7 +68,8 @@ def model_steps(dtype: str, prompt: int):
 
     def answer():
         text = setting.random_tokens(model, 1, prompt)[0].tolist()
-        return clock.seconds(CPU, partial(engine.generate, [text], SamplingParams(max_new_tokens=1)))
+        params = SamplingParams(max_new_tokens=1)
+        return clock.seconds(CPU, partial(engine.generate, [text], params))
     yield compared(f'{dtype}, a prompt of {prompt:,}', answer)
 
 
@@ -74,15 +77,11 @@ def main(file: str, prompt: str = '4096') -> None:
     if native.library() is None or not native.library().tiles:
         raise UserError('this processor has no AMX tiles, or Linux does not permit them')
     columns, rows = ['what', 'tiles', 'without', 'times as fast'], []
-    print(*columns, sep=', ')
-    for n, k in ((3840, 768), (768, 3840), (896, 768), (768, 768), (50304, 768)):
-        for row in matmuls(n, k):
-            rows.append(row)
-            print(*row, sep=', ')
-    for dtype in ('auto', 'int8'):
-        for row in model_steps(dtype, int(prompt)):
-            rows.append(row)
-            print(*row, sep=', ')
+    shapes = (3840, 768), (768, 3840), (896, 768), (768, 768), (50304, 768)
+    for row in itertools.chain(*(matmuls(n, k) for n, k in shapes),
+                               *(model_steps(dtype, int(prompt)) for dtype in ('auto', 'int8'))):
+        rows.append(row)
+        print(*row, sep=', ')
     document = {'processor': setting.processor(), 'threads': torch.get_num_threads(),
                 'torch': torch.__version__, 'columns': columns, 'rows': rows}
     Path(file).write_text(json.dumps(document, indent=1) + '\n', encoding='utf-8')

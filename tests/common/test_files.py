@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from common.files import write_json
 from engine.text.dialogue import Dialogue, Template
-from lab.files import write_json
 from training.loop.log import RunLog
 from training.plot.figures import save, subplots
 
