@@ -56,7 +56,7 @@ def test_products_are_exact(tiles, n_in, n_out):
 @pytest.mark.parametrize('n_out', [16, 96, 65])
 def test_a_row_is_the_same_in_any_batch(tiles, n_out):
     """To the bit, also alone: its activations are always rounded."""
-    layer, x = nn.Linear(128, n_out), torch.randn(70, 128)
+    layer, x = nn.Linear(128, n_out, bias=False), torch.randn(70, 128)
     described = test_linear.described(layer.weight.detach().bfloat16())
     for matmul in (lambda x: linear.by_extension(described, x), Int8Linear(layer)):
         whole = matmul(x)
