@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(
 
 
 def opened(fault: int):
-    """The extension with tiles, whose products of bytes are wrong if `fault` is not 0."""
+    """The extension with tiles. Products are wrong of bytes (fault=1) or of bfloat16 (2)."""
     version = zlib.crc32(STAND_IN.read_bytes())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(extension, 'FLAGS', (*extension.FLAGS, '-include', str(STAND_IN),
@@ -95,8 +95,9 @@ def test_a_step_with_the_mlp_on_tiles(tiles, mlp_hidden, bias, gelu):
         assert gaps.max() < 0.03  # a number between two others may be rounded to either
 
 
-def test_tiles_that_are_wrong_are_not_used(monkeypatch, capsys):
-    found = opened(fault=1)
+@pytest.mark.parametrize('fault', [1, 2])
+def test_tiles_that_are_wrong_are_not_used(monkeypatch, capsys, fault):
+    found = opened(fault)
     assert 'wrong here and not used' in capsys.readouterr().err
     monkeypatch.setattr(native, '_library', lambda: found)
     test_weights.test_matmuls_equal_exact_sums_of_integers(True, 16, 16, 64)

@@ -59,7 +59,7 @@ static void emulated_dpbsud(int to, int i, int j) {
     for (int m = 0; m < 16; m++)
         for (int k = 0; k < 16; k++)
             for (int n = 0; n < 16; n++)
-                for (int p = 0; p < 4; p++) c.sums[m][n] += a.i8[m][4 * k + p] * (b.u8[k][4 * n + p] ^ FAULT);
+                for (int p = 0; p < 4; p++) c.sums[m][n] += a.i8[m][4 * k + p] * (b.u8[k][4 * n + p] ^ (FAULT == 1));
 }
 static float emulated_float(uint16_t half) {
     const uint32_t bits = (uint32_t)half << 16;
@@ -73,7 +73,8 @@ static void emulated_dpbf16ps(int to, int i, int j) {
         for (int k = 0; k < 16; k++)
             for (int n = 0; n < 16; n++)
                 for (int p = 0; p < 2; p++)
-                    c.floats[m][n] += emulated_float(a.half[m][2 * k + p]) * emulated_float(b.half[k][2 * n + p]);
+                    c.floats[m][n] += emulated_float(a.half[m][2 * k + p]) * emulated_float(b.half[k][2 * n + p])
+                                      * (FAULT == 2 ? 1.01f : 1);
 }
 #define _tile_loadconfig emulated_config
 #define _tile_release() (configured = false)
