@@ -5,15 +5,12 @@ Nothing here follows such a link to write: a new file replaces it (`replacing`),
 changed in place has to be a regular one (`regular_only`). Only regular files of a limited size are
 read (`read_bytes`).
 """
-import atexit
 import contextlib
 import errno
 import json
 import os
-import shutil
 import stat
 import sys
-import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +20,6 @@ from common.errors import UserError
 # on Windows there are neither of these flags
 NO_LINK = getattr(os, 'O_NOFOLLOW', 0)
 NO_WAIT = getattr(os, 'O_NONBLOCK', 0)  # do not wait for the other end of a named pipe
-NOBODY = 65534  # a container without privileges sees root's folders as this user's
 MAX_JSON_BYTES = 16 * 2 ** 20  # as Python objects, JSON may take 25 times the memory of its text
 
 
@@ -114,62 +110,14 @@ def replacing(path: Path) -> Iterator[Path]:
             temporary.unlink()
 
 
-def is_ours(found: os.stat_result) -> bool:
-    """Return whether a file with this status belongs to this user."""
-    return os.name != 'posix' or found.st_uid == os.geteuid()
-
-
-def is_trusted(path: Path) -> bool:
-    """Return whether `path` is a regular file of this user that no other user can change."""
-    try:
-        found = path.lstat()
-    except FileNotFoundError:
-        return False
-    return stat.S_ISREG(found.st_mode) and is_ours(found) and not found.st_mode & 0o022
-
-
-def make_private(path: Path) -> None:
-    """Let only its owner read an existing file (0600), if it is a regular one of this user."""
-    found = path.lstat()
-    if stat.S_ISREG(found.st_mode) and is_ours(found) and found.st_mode & 0o077:
-        path.chmod(0o600)
-
-
-def make_folders(folder: Path, mode: int) -> None:
-    """Create `folder` and the folders above it, all with this mode at most. (Path.mkdir gives those
-    above it the mode of the umask.)"""
-    for path in (*reversed(folder.parents), folder):
-        if not path.exists():
-            path.mkdir(mode, exist_ok=True)
-
-
 def private_folder(folder: Path) -> None:
-    """Create `folder` and the folders above it, or restrict it if it exists, so that only this user
-    can use it (0700). Raises OSError if it is a link or belongs to another user, or if another user
-    could put another folder in its place."""
-    make_folders(folder, 0o700)
-    if os.name != 'posix':
-        return
-    for path in (*folder.parents, *folder.resolve().parents):
-        _check_parent(path)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode):
-        raise NotADirectoryError(errno.ENOTDIR, f'{folder} is a link')
-    if not is_ours(status):
-        raise PermissionError(errno.EPERM, f'{folder} belongs to another user')
-    folder.chmod(0o700)
-
-
-def _check_parent(path: Path) -> None:
-    """Raise PermissionError if another user can rename what lies in this folder."""
-    status = path.lstat()
-    if status.st_uid not in (os.geteuid(), 0, NOBODY):
-        raise PermissionError(errno.EPERM, f'{path} belongs to another user')
-    # many systems give each user a group of the same number
-    others = 0o002 if status.st_gid == status.st_uid else 0o022
-    if (stat.S_ISDIR(status.st_mode) and status.st_mode & others
-            and not status.st_mode & stat.S_ISVTX):
-        raise PermissionError(errno.EPERM, f'other users can change {path}: chmod go-w')
+    """Create `folder` and the folders above it, for this user alone (0700). Raises OSError if it
+    exists, and belongs to another user or can be changed by others."""
+    for path in (*reversed(folder.parents), folder):  # mkdir(parents=True) would use the umask
+        path.mkdir(0o700, exist_ok=True)
+    status = folder.stat()
+    if os.name == 'posix' and (status.st_uid != os.geteuid() or status.st_mode & 0o022):
+        raise PermissionError(errno.EPERM, f'other users can change {folder}')
 
 
 def user_cache() -> Path:
@@ -182,18 +130,14 @@ def user_cache() -> Path:
 def use_own_compiler_cache() -> None:
     """Let torch.compile and Triton keep their programs in a private folder, unless the environment
     names another. torch's default is in /tmp under a name that any other user can create first, and
-    Triton's has the mode of the umask. If there cannot be one, a note says so, and it is a new one
-    for this process."""
+    Triton's has the mode of the umask. If there cannot be one, a note says so."""
     folders = {'TORCHINDUCTOR_CACHE_DIR': '', 'TRITON_CACHE_DIR': 'triton'}
     unset = [name for name in folders if not os.environ.get(name)]
-    if not unset:
-        return
     folder = user_cache() / 'inductor'
     try:
         private_folder(folder)
     except OSError as e:
         print(f'Note: what is compiled is not kept in {folder} ({e.strerror})', file=sys.stderr)
-        folder = Path(tempfile.mkdtemp(prefix='nanokv-'))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        return
     for name in unset:
         os.environ[name] = str(folder / folders[name])

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import UserError, shown
-from common.files import make_folders, replacing, user_cache
+from common.files import replacing, user_cache
 from data.download import fetch_sdist, read_checked
 
 REQUIREMENT = 'openai-whisper==20250625'
@@ -109,7 +109,7 @@ def _fetch(why: str) -> bytes:
         member = next(member for member in tar if member.name.partition('/')[2] == MEMBER)
         ranks = tar.extractfile(member).read()
     with contextlib.suppress(OSError):  # without a cache, it is fetched again next time
-        make_folders(cache_folder(), 0o755)
+        cache_folder().mkdir(parents=True, exist_ok=True)
         with replacing(cache_folder() / 'gpt2.tiktoken') as part:
             part.write_bytes(ranks)
     return ranks

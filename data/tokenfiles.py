@@ -12,7 +12,6 @@ import itertools
 import os
 import pickle
 import re
-import zlib
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,8 +19,6 @@ import numpy as np
 
 from common.errors import UserError, shown
 from common.files import read_bytes
-from data.check import check_files, compare, read_checksums
-from data.plain_pickle import check_pickle
 
 TOKEN_DTYPE = np.dtype('<u2')
 MAX_ID = 65535
@@ -51,13 +48,11 @@ def _number(path: Path) -> int:
 
 
 def open_split(folder: Path, split: str, vocab_size: int = 0) -> 'TokenSplit':
-    """Open the tokens of a split ('train', 'val'), in one file or in shards. A small split is
-    checked for damage (`data.check`), and a large one is not read.
+    """Open the tokens of a split ('train', 'val'), in one file or in shards, which are not read yet.
     vocab_size: the model's; 0 = that of meta.pkl, unlimited if there is none.
 
     Raises a UserError that names the file if there is none, there are shards besides `<split>.bin`,
-    a shard number 0, 1, 2, ... is missing or duplicated, or a file is empty, of odd size or not the
-    one that was prepared.
+    a shard number 0, 1, 2, ... is missing or duplicated, or a file is empty or of odd size.
     """
     single, meta = Path(folder) / f'{split}.bin', read_meta(folder)
     files = split_files(folder, split) or [single]
@@ -86,7 +81,6 @@ class TokenSplit:
     def __init__(self, files: list[Path], dtype: np.dtype = TOKEN_DTYPE, vocab_size: int = 0):
         self.files, self.dtype, self.vocab_size = list(files), dtype, vocab_size or MAX_VOCAB
         sizes = [_n_tokens(path, dtype) for path in self.files]
-        check_files(self.files)
         self.starts = [0, *itertools.accumulate(sizes)]  # of each file, and the end of the last
 
     def __len__(self) -> int:
@@ -146,7 +140,6 @@ def read_meta(folder: Path) -> dict | None:
     path = Path(folder) / 'meta.pkl'
     try:
         data = read_bytes(path, MAX_META_BYTES)
-        check_pickle(data)
         meta = _PlainUnpickler(io.BytesIO(data)).load()
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -156,7 +149,6 @@ def read_meta(folder: Path) -> dict | None:
                         'allowed is a pickle of plain dict, str, int') from None
     if problem := meta_problem(meta):
         raise UserError(f'{str(path)!r} is not a valid meta.pkl: {problem}')
-    compare(path, zlib.crc32(data), read_checksums(path.parent))
     return used_keys(meta)
 
 

@@ -4,22 +4,19 @@ Each is compiled on first use for the local processor (with g++, clang++ or $CXX
 folder that only the user can access, and called through ctypes. Without a compiler, everything runs
 in torch, more slowly.
 """
-import contextlib
 import ctypes
 import hashlib
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
 
 from filelock import FileLock
 
-from common.files import is_trusted, private_folder, user_cache
+from common.files import private_folder, user_cache
 
 HERE = Path(__file__).parent
 ARM = os.uname().machine in ('aarch64', 'arm64') if os.name == 'posix' else False
@@ -27,7 +24,6 @@ FLAGS = ('-O3', '-std=c++17', '-shared', '-fPIC', '-pthread', '-fopenmp-simd', '
          '-fno-trapping-math',  # NaN and infinity must keep working
          '-mcpu=native' if ARM else '-march=native')
 TIMEOUT = 120  # seconds
-TEMPORARY = 'compiling-'
 
 
 class Unavailable(Exception):
@@ -60,12 +56,8 @@ def _compiled(source: Path, folder: Path) -> Path:
     inputs = [compiler, *FLAGS, _processor(), *(path.read_text() for path in sources)]
     name = hashlib.sha256('\0'.join(inputs).encode()).hexdigest()[:16]
     path = folder / f'{name}.so'
-    if is_trusted(path):  # anyone can compute its name: a file of another user is replaced
-        return path
-    with _ended_by_signals(), FileLock(folder.with_suffix('.lock')):
-        for left in folder.glob(f'{TEMPORARY}*'):  # by processes that were killed
-            shutil.rmtree(left, ignore_errors=True)
-        if not is_trusted(path):
+    with FileLock(folder.with_suffix('.lock')):
+        if not path.is_file():
             _compile(compiler, source, path)
     return path
 
@@ -81,50 +73,16 @@ def _processor() -> str:
 
 
 def _compile(compiler: str, source: Path, path: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=TEMPORARY) as folder:
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder, 'made.so')
         for openmp in (['-fopenmp'], []):  # Apple's compiler has none
             command = [compiler, *FLAGS, *openmp, f'-I{HERE}', str(source), '-o', str(made)]
-            status, errors = _run(command, folder)
-            if not (status and re.search('openmp|l(g|i)?omp', errors)):
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                                  timeout=TIMEOUT, env=os.environ | {'TMPDIR': folder})
+            if not (done.returncode and re.search('openmp|l(g|i)?omp', done.stderr)):
                 break
-        if status:
-            lines = [line for line in errors.splitlines() if 'error' in line]
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if 'error' in line]
             raise Unavailable(f'{compiler} fails: {(lines or ["no message"])[0].strip()}')
         made.chmod(0o700)  # whatever the umask
         os.replace(made, path)
-
-
-@contextlib.contextmanager
-def _ended_by_signals():
-    """Let signals that end a program raise an exception here, also in programs that otherwise only
-    take note of them. An ignored one stays ignored (nohup)."""
-    def end(number, frame):
-        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
-    previous = {}
-    if threading.current_thread() is threading.main_thread():  # only that one can set handlers
-        previous = {number: signal.getsignal(number)
-                    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        for number, handler in previous.items():
-            if handler != signal.SIG_IGN:
-                signal.signal(number, end)
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def _run(command: list[str], folder: str) -> tuple[int, str]:
-    """Return the compiler's exit status and error messages. Its temporary files are in `folder`.
-    Whatever interrupts it kills it together with the processes that it started."""
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                               stderr=subprocess.PIPE, text=True, start_new_session=True,
-                               env=os.environ | {'TMPDIR': folder})
-    try:
-        _, errors = process.communicate(timeout=TIMEOUT)
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        raise
-    return process.returncode, errors

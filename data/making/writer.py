@@ -18,7 +18,6 @@ import numpy as np
 
 from common.errors import UserError
 from common.folder_lock import one_at_a_time
-from data.check import CHECKSUMS, write_checksums
 from data.tokenfiles import MAX_ID, dtype_of, meta_problem, split_files
 
 NEW = '.new.tmp'
@@ -112,9 +111,8 @@ class TokenWriter:
             file.close()
         if self.meta is not None:
             (self._new / 'meta.pkl').write_bytes(pickle.dumps(self.meta))
-        write_checksums(self._new)
         old = [*split_files(self.folder, 'train'), *split_files(self.folder, 'val'),
-               self.folder / 'meta.pkl', self.folder / CHECKSUMS]
+               self.folder / 'meta.pkl']
         for path in sorted(old, key=lambda path: path.name not in MARKERS):
             path.unlink(missing_ok=True)  # an old meta.pkl would decode new ids
         for path in sorted(self._new.iterdir(), key=lambda path: path.name in MARKERS):

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from common.errors import UserError, shown
-from common.files import make_private, owner_only, read_json, replacing
+from common.files import owner_only, read_json, replacing
 from common.removed import COMMIT
 
 VERSION = 2
@@ -148,7 +148,6 @@ class Dialogue:
         """Read what `save` wrote; on an error nothing changes. Raises UserError if the file is of a
         different kind, or has a different template or ids of a different tokenizer."""
         try:
-            make_private(path)
             document = read_json(path)
             if document['version'] == 1:
                 raise UserError(f'{path} has branches, which were removed; commit {COMMIT} reads '

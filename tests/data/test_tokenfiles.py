@@ -17,8 +17,7 @@ SPLITS = {'train': np.array([0, 1, 2, 1]), 'val': np.array([2, 0])}
 def test_round_trip_is_nanogpts_format(tmp_path):
     folder = tmp_path / 'new' / 'set'
     write_dataset(folder, SPLITS, META)
-    assert sorted(p.name for p in folder.iterdir()) == ['checksums.json', 'meta.pkl', 'train.bin',
-                                                        'val.bin']
+    assert sorted(p.name for p in folder.iterdir()) == ['meta.pkl', 'train.bin', 'val.bin']
     # little-endian uint16
     assert (folder / 'train.bin').read_bytes() == bytes([0, 0, 1, 0, 2, 0, 1, 0])
     assert pickle.loads((folder / 'meta.pkl').read_bytes()) == META

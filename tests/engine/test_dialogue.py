@@ -137,13 +137,10 @@ def test_another_file_is_refused_and_changes_nothing(tmp_path):
 
 
 def test_only_its_owner_can_read_a_conversation(tmp_path, recorded):
-    """Not for a moment: the temporary file neither. A file of an earlier version becomes private
-    when it is read."""
+    """Not for a moment: the temporary file neither."""
     d, path = dialogue(), tmp_path / 'chat.json'
     modes = recorded(os, 'replace', lambda source, _: stat.S_IMODE(os.stat(source).st_mode))
     d.save(path)
-    path.chmod(0o644)
-    d.load(path)
     assert modes == [0o600] and stat.S_IMODE(path.stat().st_mode) == 0o600
 
 

@@ -165,30 +165,11 @@ def test_wrong_settings_are_refused(refused, out, trained, tmp_path, program, ch
 # -- folders and data ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('name, place', [
-    ('train.bin', 2000), ('val.bin', 400), ('meta.pkl', 59)])  # a token; the letter b
-def test_one_flipped_bit_of_a_data_set_is_noticed(refused, out, own_data_root, name, place):
-    """By runs that start or go on, and by samples where they read the file. Without checksums.json
-    nothing is compared."""
-    path = own_data_root / 'tiny' / name
-    data = bytearray(path.read_bytes())
-    data[place] ^= 2
-    path.write_bytes(data)
-    told = [f"tiny/{name}' is not the file that was prepared", 'delete', "tiny/checksums.json'"]
-    refused(train.main, VANILLA | dict(out_dir=out.parent / 'new'), *told)
-    refused(train.main, for_train(out), *told)
-    if name == 'meta.pkl':
-        refused(sample.main, for_sample(out), *told)
-    (own_data_root / 'tiny' / 'checksums.json').unlink()
-    train.main(flags(VANILLA | dict(out_dir=out.parent / 'new', max_iters=1)))
-
-
 def test_older_checkpoints_depend_on_the_data_set(refused, out, own_data_root):
     """They do not have the alphabet, which may be missing, larger, or another one of this size."""
     meta = own_data_root / 'tiny' / 'meta.pkl'
     change(out, lambda saved: saved.pop('meta'))
     meta.unlink()
-    meta.with_name('checksums.json').unlink()
     refused(sample.main, for_sample(out), 'data/tiny/meta.pkl', '12 tokens', 'prepare.py')
     meta.write_bytes(pickle.dumps(meta_of(''.join(map(chr, range(97, 137))))))
     for main, settings in BOTH_PROGRAMS:

@@ -6,6 +6,7 @@ import os
 import random
 import re
 import shutil
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,16 +17,15 @@ from common.errors import UserError, shown
 from common.files import replacing
 from common.gpt_config import GPTConfig
 from common.removed import COMMIT, removed
-from data.plain_pickle import check_archive, check_sums
 from kv.weights import EMBEDDING, HEAD, MASKS
-from training.checkpoint.pickle_checker import PickleChecker
 
 REQUIRED = {'model': dict, 'model_args': dict, 'iter_num': int,
             'best_val_loss': (torch.Tensor, float, int), 'config': dict}
 OPTIONAL = {'launch': str, 'tokens': str, 'meta': (dict, type(None)), 'holds_best': bool,
             'skipped': int}
-# what `PickleChecker` says of an object that is not read
-OBJECT = re.compile(r'GLOBAL (\S+) is not allowed')
+# what torch says of an object that it does not read
+OBJECT = re.compile(r'GLOBAL (\S+) was not')
+DIRECTORY = 0x10  # an attribute of MS-DOS, in zip files
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of weights
 # parts of names that torch.compile and DistributedDataParallel add
 WRAPPERS = {'_orig_mod', 'module'}
@@ -69,17 +69,27 @@ def _synced(path):
 
 
 def read_file(path: Path, mmap: bool = False):
-    """Return what torch.save wrote. mmap: do not read the tensors yet. Raises an error of nearly
-    any type if the file is damaged, or takes much longer to read than its size suggests."""
-    pickles, sizes = check_archive(path)
-    for data in pickles:
-        PickleChecker(data, sizes).load()
+    """Return what torch.save wrote: tensors and plain values, no objects. mmap: do not read the
+    tensors yet. Raises an error of nearly any type if the file is damaged."""
+    if not zipfile.is_zipfile(path):
+        raise ValueError('it is not a zip file, as torch.save writes')
     with ThreadPoolExecutor(1) as pool:
         checked = pool.submit(check_sums, path) if not mmap else None
         loaded = torch.load(path, map_location='cpu', weights_only=True, mmap=mmap)
         if checked:
             checked.result()
     return loaded
+
+
+def check_sums(path: Path) -> None:
+    """Raise ValueError if an entry differs from its CRC-32, which torch does not compare. After
+    `torch.serialization.set_crc32_options(False)` all sums are 0, and nothing is compared."""
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+        if any(entry.external_attr & DIRECTORY for entry in entries):
+            raise ValueError('it has a directory, for which torch would read nothing')
+        if any(entry.CRC for entry in entries) and (name := archive.testzip()):
+            raise ValueError(f'{name} in it is not what was written (its CRC-32 differs)')
 
 
 def load_checkpoint(path: Path) -> dict:
@@ -95,7 +105,9 @@ def load_checkpoint(path: Path) -> dict:
             raise UserError(f'checkpoint {path} holds a Python object ({held[1]}), which is not '
                             'read because that could run code: save it again with tensors and '
                             'plain numbers only, such as best_val_loss.item()') from e
-        reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
+        # before this, torch advises to load without weights_only
+        said = str(e).rpartition('WeightsUnpickler error: ')[2]
+        reason = (said.strip().splitlines() or [type(e).__name__])[0]
         raise UserError(f'checkpoint {path} is damaged or not a checkpoint: {reason[:200]}') from e
     has = checkpoint if isinstance(checkpoint, dict) else {}
     if missing := [key for key in REQUIRED if key not in has]:
@@ -138,6 +150,8 @@ def _unwrapped(path: Path, weights: dict) -> dict:
             raise UserError(f'checkpoint {path} has {name} twice, also as {saved_name}')
         if torch.is_tensor(x):
             check_dtype(path, name, x.dtype)
+            if x.layout != torch.strided:
+                raise UserError(f'checkpoint {path}: {name} is a sparse tensor; allowed are dense')
         found[name] = x
     return found
 
