@@ -4,39 +4,32 @@
     transformers, dynamic  DynamicCache(config): grows; windows keep W - 1 positions between steps
     transformers, static   StaticCache(config, max_cache_len=T): T positions, or W
     vLLM                   pages, equal in bytes for all layers, by groups of layers
-    llama.cpp              cells for the whole context, or for a window and a micro-batch
 
 Sources: transformers 5.23 `cache_utils.py`; vLLM `v1/kv_cache_interface.py` and
-`v1/core/kv_cache_utils.py` (its report "maximum concurrency" divides by the same number); llama.cpp
-`src/llama-kv-cache-iswa.cpp`, `llama-hparams.cpp`. docs/accounting.md says what was compared with
-runs.
+`v1/core/kv_cache_utils.py` (its report "maximum concurrency" divides by the same number).
+docs/accounting.md says what was compared with runs.
 """
 from collections import Counter
-from math import ceil, prod
+from math import ceil
 
-from kv.models.memory import CHUNK, FLOAT32_BYTES, NANOKV, WINDOW, Memory
+from kv.models.memory import CHUNK, NANOKV, WINDOW, Memory
 
 PAGE_SIZE = 16            # vLLM's block_size on GPUs
 STEP_TOKENS = 8192        # vLLM's max_num_batched_tokens for serving on large GPUs; 2,048 on others
-CELLS, UBATCH = 256, 512  # llama.cpp
 
 
 def allocated(memory: Memory, batch: int, length: int, dtype: str, page_size: int = PAGE_SIZE,
               step_tokens: int = STEP_TOKENS) -> dict[str, int | None]:
-    """{engine: bytes for K and V in `dtype`}; llama.cpp's are always in f16. None where it is not
-    known, or the engine cannot run the model."""
+    """{engine: bytes for K and V in `dtype`}; None where it is not known, or the engine cannot run
+    the model."""
     found = {'transformers, dynamic': transformers(memory, batch, length, dtype, 'dynamic'),
              'transformers, static': transformers(memory, batch, length, dtype, 'static'),
              'vLLM, prefill': vllm(memory, batch, length, dtype, page_size, step_tokens),
-             'vLLM, decode': vllm(memory, batch, length, dtype, page_size, 1),
-             'llama.cpp': llama_cpp(memory, batch, length),
-             'llama.cpp --swa-full': llama_cpp(memory, batch, length, swa_full=True)}
+             'vLLM, decode': vllm(memory, batch, length, dtype, page_size, 1)}
     if any(store.stride > 1 for store in memory.stores):
         return {name: n if name == 'transformers, dynamic' else None for name, n in found.items()}
-    if memory.model_type == NANOKV:
-        tied = any(len(store.parts) == 1 for store in memory.stores)  # our plugin stores it twice
-        unknown = ('llama.cpp', 'vLLM') if tied else ('llama.cpp',)
-        found |= {name: None for name in found if name.startswith(unknown)}
+    if memory.model_type == NANOKV and any(len(store.parts) == 1 for store in memory.stores):
+        found |= {name: None for name in found if name.startswith('vLLM')}  # stores K = V twice
     return found
 
 
@@ -97,22 +90,3 @@ def vllm(memory: Memory, batch: int, length: int, kv_dtype: str, page_size: int 
     total = sum(ceil(n / group_size) * pages(kind, window, page_size * largest // nbytes)
                 for (kind, window, nbytes), n in kinds.items())  # pages are equal in bytes
     return batch * total * group_size * page_size * largest
-
-
-def llama_cpp(memory: Memory, batch: int, length: int, swa_full: bool = False) -> int:
-    """Bytes that llama.cpp allocates for `batch` sequences with a context of `length` tokens each,
-    K and V in f16 and one cache for all sequences (`--kv-unified`).
-
-    Windows count only beside layers without: llama.cpp ignores those of Mistral, Phi-3 and others
-    that have them in every layer.
-    """
-    cells = ceil(batch * length / CELLS) * CELLS
-    mixed = not swa_full and any(store.parts and not store.window for store in memory.stores)
-    total = 0
-    for store in memory.stores:
-        held = cells
-        if store.window and mixed:
-            held = ceil(min(cells, store.window * batch + UBATCH) / CELLS) * CELLS
-        states = batch * FLOAT32_BYTES * sum(prod(state.shape) for state in store.states)
-        total += held * store.position_nbytes('float16') + states
-    return total

@@ -29,7 +29,7 @@ def print_account(found: dict, console) -> None:
     if fit:
         header.append('fit in the budget')
     print_table(console, table_of(header, rows),
-                f"\nwhat engines allocate for K and V in {found['dtype']} (llama.cpp: f16)")
+                f"\nwhat engines allocate for K and V in {found['dtype']}")
     if found['defaults']:
         print(f"Note: what the config leaves out has the defaults of {found['defaults']}.")
     for line in found['assumed']:

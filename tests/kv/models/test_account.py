@@ -17,7 +17,6 @@ from common.gpt_config import GPTConfig
 from kv import account
 from kv.__main__ import main
 from kv.models import engines
-from kv.models.build import memory_of
 from kv.models.config import read_config
 from kv.models.memory import CHUNK, FULL, WINDOW, Memory, Part, Store
 from kv.plan import plan_kv
@@ -44,7 +43,6 @@ def test_llama_by_hand():
     assert found['by_dtype']['int8'] == 3 * 1000 * 32 * 2 * 8 * (128 + 2)
     assert found['bytes_per_further_token'] == 32 * 2 * 8 * 128 * 2
     assert found['engines']['vLLM, decode'] == 3 * 1008 * 32 * 2 * 8 * 128 * 2
-    assert found['engines']['llama.cpp'] == 3072 * 32 * 2 * 8 * 128 * 2
     assert found['assumed'] == []
 
 
@@ -57,9 +55,6 @@ def test_gemma_3_by_hand():
     # seven groups of five layers, one of them padded; a step of 8,192 tokens
     pages = 32768 // 16 + 6 * (-(-(1023 + 8192) // 16) + 1)
     assert found['engines']['vLLM, prefill'] == pages * 5 * 16 * position
-    cells = 5 * 32768 + 29 * (1024 + 512)
-    assert found['engines']['llama.cpp'] == cells * position
-    assert found['engines']['llama.cpp --swa-full'] == 34 * 32768 * position
 
 
 def test_states_by_hand():
@@ -122,7 +117,6 @@ def test_our_own_models(change):
         assert found['bytes'] == plan.nbytes(2, 1000, kv_dtype)
         assert sum(row['bytes'] for row in found['stores']) == found['bytes']
     assert [row['layers'] for row in found['stores']] == [list(slot.layers) for slot in plan.slots]
-    assert found['engines']['llama.cpp'] is None
     assert (found['engines']['vLLM, decode'] is None) == bool(change)
 
 
@@ -302,17 +296,6 @@ def test_pages_of_chunks():
     """They begin where the chunk does."""
     chunked = mixed(0, 2, kind=CHUNK)
     assert engines.vllm(chunked, 3, 1000, 'bfloat16', step_tokens=64) == 3 * 2 * 6 * 16 * POSITION
-
-
-def test_cells_of_llama_cpp():
-    """One pool for all sequences, in multiples of 256; windows count beside other layers only."""
-    held = 2 * 9216 + 6 * -(-(9 * 32 + 512) // 256) * 256
-    assert engines.llama_cpp(mixed(2, 6), 9, 1000) == held * POSITION
-    assert engines.llama_cpp(mixed(2, 6), 3, 100) == (2 * 512 + 6 * 512) * POSITION
-    assert engines.llama_cpp(mixed(0, 6), 3, 1000) == 6 * 3072 * POSITION
-    states = memory_of(STATES)
-    assert engines.llama_cpp(states, 3, 256) == (
-        2 * 768 * 2 * 4 * 8 * 2 + 2 * 3 * 4 * (3 * 2 * 8 * 3 + 2 * 8 * 8))
 
 
 # -- the program `python -m kv` --------------------------------------------------------------------
