@@ -48,7 +48,7 @@ def _number(path: Path) -> int:
 
 
 def open_split(folder: Path, split: str, vocab_size: int = 0) -> 'TokenSplit':
-    """Open the tokens of a split ('train', 'val'), in one file or in shards, which are not read yet.
+    """Open the tokens of a split ('train', 'val'), in one file or in shards. Nothing is read yet.
     vocab_size: the model's; 0 = that of meta.pkl, unlimited if there is none.
 
     Raises a UserError that names the file if there is none, there are shards besides `<split>.bin`,

@@ -27,18 +27,6 @@ def error_response(error: ApiError) -> Response:
     return json_response(error.document(), error.status, error.headers | close)
 
 
-def unambiguous(app):
-    """Refuse requests whose end a proxy may see elsewhere (RFC 9112, 6.3; h11 has refused the
-    others of that kind)."""
-    refusal = error_response(ApiError(400, 'both Content-Length and Transfer-Encoding are given',
-                                      headers={'Connection': 'close'}))
-
-    async def checked(scope, receive, send):
-        both = {b'content-length', b'transfer-encoding'} <= dict(scope.get('headers', ())).keys()
-        await (refusal if both else app)(scope, receive, send)
-    return checked
-
-
 class AccessMiddleware:
     """Checks the Host header and the key, counts requests, and writes the request log.
 

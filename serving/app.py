@@ -27,7 +27,7 @@ from starlette.routing import Route
 from engine.requests.params import encodable
 from engine.pages.view import RowView
 from serving import api
-from serving.access import AccessMiddleware, error_response, json_response, unambiguous
+from serving.access import AccessMiddleware, error_response, json_response
 from serving.api import ApiError
 from serving.replies import ChatReply, Reply
 from serving.watch import CacheEvent, WatchedChatReply, WatchedReply, plan_document
@@ -101,10 +101,10 @@ def make_app(worker: Worker, service: api.Service, keys: Sequence[str] = (),
                    generate('/nanokv/completions', api.parse_completion, WatchedReply),
                    generate('/nanokv/chat/completions', api.parse_chat, WatchedChatReply)]
     paths = {route.path for route in routes if '{' not in route.path}
-    middleware = [Middleware(unambiguous), Middleware(
-        AccessMiddleware, worker.metrics, keys, request_log, paths, shared_prefix)]
+    middleware = [Middleware(AccessMiddleware, worker.metrics, keys, request_log, paths,
+                             shared_prefix)]
     if cors:  # outside of keys: a preflight has none, and refusals can be read too
-        middleware.insert(1, Middleware(CORSMiddleware, allow_origins=[cors], allow_headers=['*'],
+        middleware.insert(0, Middleware(CORSMiddleware, allow_origins=[cors], allow_headers=['*'],
                                         allow_methods=['GET', 'POST'], allow_private_network=True))
     handlers = dict.fromkeys((HTTPException, ApiError, Exception), _on_error)
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)

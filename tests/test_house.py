@@ -21,21 +21,21 @@ ROOT = Path(__file__).resolve().parents[1]
 CORE_TOKENS = 15_660
 
 # The largest number of lines of Python in each room. A change that makes a room smaller lowers its
-# number. These are the sizes of today; the aim is 24,000 lines without tests, 21,500 of tests.
+# number. In all they are at most 23,800 lines without tests, and 21,500 of tests.
 BUDGETS = {
     'nanokv.py': 250,
     'train.py sample.py chat.py serve.py ablate.py bench.py': 1_124,
-    'lab/': 4_117,
-    'serving/': 1_292,
+    'lab/': 4_116,
+    'serving/': 1_280,
     'interop/': 1_580,
-    'training/': 3_376,
-    'extension/': 130,
-    'engine/': 4_466,
+    'training/': 3_311,
+    'extension/': 88,
+    'engine/': 4_465,
     'attention/': 772,  # without the core, like kv/
-    'kv/': 1_202,
-    'data/': 2_073,
-    'common/ config/ configurator.py': 1_863,
-    'tests/': 21_664,
+    'kv/': 1_099,
+    'data/': 1_889,
+    'common/ config/ configurator.py': 1_806,
+    'tests/': 21_352,
 }
 house = pytest.mark.house
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from common.errors import UserError
 from common.gpt_config import GPTConfig
 from kv.models import engines
-from kv.models.config import check_sizes
 from kv.models.memory import NANOKV, Memory, Store, memory_of_plan
 from kv.plan import plan_kv
 from kv.report import REPORTED_DTYPES
@@ -78,10 +77,6 @@ def _memory(config: dict) -> Memory:
         except TypeError as e:  # an unknown field
             raise UserError(f'this config is not of a model of this version: {e}') from e
         return replace(memory_of_plan(plan_kv(ours)), defaults='GPTConfig')
-    try:
-        check_sizes(config)
-    except RecursionError:
-        raise UserError('this config is nested too deeply') from None
     try:
         from kv.models.build import memory_of
         memory = memory_of(config)

@@ -66,10 +66,6 @@ FAMILIES = {
         num_key_value_heads=4, mamba_expand=2, n_mamba_heads=8, mamba_headdim=12, mamba_ngroups=2,
         chunk_size=8, layers_block_type=['mamba', 'mamba', 'hybrid'] * 2),
     'lfm2': _GQA | dict(conv_L_cache=3, layer_types=['conv', 'conv', 'full_attention'] * 2),
-    'recurrent_gemma': _WIDE | dict(lru_width=44, conv1d_width=4, attention_window_size=7),
-    # an encoder beside it, whose K and V are not counted
-    't5': dict(vocab_size=99, d_model=48, d_kv=20, d_ff=40, num_layers=6, num_decoder_layers=5,
-               num_heads=4, decoder_start_token_id=0),
     # states alone
     'mamba': _OLD_MAMBA,
     'mamba2': _OLD_MAMBA | dict(num_heads=8, head_dim=12, n_groups=2, chunk_size=8),

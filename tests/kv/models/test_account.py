@@ -1,6 +1,5 @@
 """The account of other people's models: by hand, without their packages, with damaged configs."""
 import contextlib
-import functools
 import json
 import re
 import subprocess
@@ -97,15 +96,13 @@ def test_more_models_by_hand(config, nbytes):
 
 
 @pytest.mark.parametrize('change, names', [
-    (dict(full_attn_idxs=[1], use_sliding_window=False, attention_bias=True, sliding_window=None),
-     ['full_attn_idxs, use_sliding_window']),
     (dict(quantization_config=dict(kv_cache_scheme=dict(num_bits=8, type='float'))),
      ['kv_cache_scheme']),
     (dict(quantization_config=dict(kv_cache_quant_algo='FP8', kv_cache_scheme=None)),
      ['kv_cache_quant_algo'])])
 def test_what_is_not_applied_is_told(change, names):
     notes = account(LLAMA | change)['assumed']
-    assert [re.split(':| is not', note)[0] for note in notes] == names
+    assert [note.partition(' is not')[0] for note in notes] == names
 
 
 @pytest.mark.parametrize('change', [
@@ -149,12 +146,12 @@ def test_what_is_refused_before_anything_is_built(monkeypatch):
         account({'nanokv': {'n_layer': 3, 'colour': 2}})
 
 
-def test_what_is_beside_the_decoder_is_told():
+def test_an_encoder_is_refused():
     whisper = dict(model_type='whisper', encoder_layers=6, decoder_layers=4, d_model=64,
                    decoder_attention_heads=2, encoder_attention_heads=2,
                    max_source_positions=64)
-    found = account(whisper)
-    assert len(found['stores']) == 4 and 'cross-attention' in found['assumed'][0]
+    with pytest.raises(UserError, match='an encoder beside the decoder'):
+        account(whisper)
 
 
 def test_a_config_runs_no_code_of_its_own(monkeypatch):
@@ -168,15 +165,6 @@ def test_a_config_runs_no_code_of_its_own(monkeypatch):
 
 
 @pytest.mark.parametrize('config, options, message', [
-    (dict(model_type='qwen3_moe', num_experts=10 ** 9), {}, 'at most 2,000 make sense'),
-    (LLAMA | dict(x=functools.reduce(lambda inner, _: {'a': inner}, range(2000), 1)), {},
-     'nested too deeply'),
-    (LLAMA | dict(num_hidden_layers=2001), {}, 'num_hidden_layers=2001: at most 2,000 make sense'),
-    (dict(model_type='gpt_neo', attention_types=[[['global', 'local'], 10 ** 9]]), {},
-     'attention_types=1000000000: at most 1,000,000 make sense'),
-    (dict(model_type='swin', depths=[10 ** 7, 2]), {}, 'depths=10000000: at most 1,000,000'),
-    (LLAMA | dict(depths=[1] * (10 ** 6 + 1)), {}, r'depths=\[1, .*: at most 1,000,000'),
-    (LLAMA | dict(num_blocks=10 ** 9), {}, 'num_blocks=1000000000: at most 1,000,000'),
     (dict(model_type='gemma3n_text', num_hidden_layers=4, num_kv_shared_layers=4,
           layer_types=['sliding_attention', 'full_attention'] * 2), {},
      'cannot build or run this gemma3n_text'),
@@ -189,14 +177,6 @@ def test_a_config_runs_no_code_of_its_own(monkeypatch):
 def test_what_is_refused(config, options, message):
     with pytest.raises(UserError, match=message):
         account(config, **options)
-
-
-def test_building_ends_after_some_calls(monkeypatch):
-    """Layers times experts may be many although neither number is."""
-    monkeypatch.setattr('kv.models.build.MOST_CALLS', 300)
-    assert account(LLAMA | dict(num_hidden_layers=1))['n_layer'] == 1
-    with pytest.raises(UserError, match='more than 300 calls of torch'):
-        account(LLAMA)
 
 
 def test_names_of_labels_take_no_memory():
@@ -227,8 +207,6 @@ EXAMPLES = {  # of docs/accounting.md, a layer of each
     '128 heads of 64': dict(model_type='mamba2', hidden_size=4096, num_heads=128, head_dim=64,
                             state_size=128, n_groups=1),
     'Jamba': dict(model_type='jamba', attn_layer_period=2, attn_layer_offset=1),
-    'RecurrentGemma 2B': dict(model_type='recurrent_gemma', hidden_size=2560,
-                              block_types=['recurrent', 'attention']),
     'LFM2 1.2B': dict(model_type='lfm2', hidden_size=2048,
                       layer_types=['conv', 'full_attention']),
     'MiniMax-Text-01': dict(model_type='minimax', num_attention_heads=64, head_dim=128,
@@ -244,7 +222,7 @@ def test_the_worked_examples(name):
     assert f'= {nbytes:,}' in line
 
 
-JUNK = st.sampled_from([None, 0, -1, 3, 2.5, True, 'x', '', [], [1], ['x'], {}, {'a': 1}, 10 ** 9])
+JUNK = st.sampled_from([None, 0, -1, 3, 2.5, True, 'x', '', [], [1], ['x'], {}, {'a': 1}])
 
 
 @settings(deadline=None, max_examples=30)
