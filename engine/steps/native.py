@@ -34,10 +34,11 @@ def native_decode(model: GPT, cache: KVCache) -> 'NativeDecode | None':
     if setting := unsupported(model, cache):
         note_once(f'the C++ decode step does not support {setting}: plain torch decodes')
         return None
-    if wrong := difference(model, cache, functools.partial(NativeDecode, model)):
+    make_decode = functools.partial(NativeDecode, model)
+    if wrong := difference(model, cache, make_decode):
         note_once(f'the C++ decode steps (engine/native/decode.cpp) {wrong}: plain torch decodes')
         return None
-    return NativeDecode(model, cache)
+    return make_decode(cache)
 
 
 def runs_here(model: GPT, cache: KVCache) -> bool:
