@@ -5,6 +5,8 @@ spin for milliseconds at the end of each region, until the slowest thread has co
 programs keep that thread from running, the spinning uses up the time in which it could have run,
 and a training step takes many times as long as with one thread. The library takes 1,000 rounds
 itself where threads outnumber processors. More of them help an idle machine and harm a busy one.
+
+torch's tensors of 2 MB and more get huge pages where the system gives them on request (Linux).
 """
 import os
 import sys
@@ -30,4 +32,5 @@ def excepthook(kind, error, trace):
 # the user's own choice comes first
 if 'OMP_WAIT_POLICY' not in os.environ:
     os.environ.setdefault('GOMP_SPINCOUNT', '5000')
+os.environ.setdefault('THP_MEM_ALLOC_ENABLE', '1')
 previous, sys.excepthook = sys.excepthook, excepthook

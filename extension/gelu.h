@@ -8,7 +8,7 @@ INLINE f16x gelu_slope(f16x x, bool tanh) {
         return select(x < 0.0f, tail, 1.0f - tail) + x * bell * 0.39894228f;
     }
     const f16x squares = x * x, z = x * 1.59576912f * (squares * 0.044715f + 1.0f);
-    const f16x e = exp16(z), rest = 1.0f / (e + 1.0f), share = e * rest;  // 1 - rest
+    const f16x e = exp16(at_most(z, 87.0f)), rest = 1.0f / (e + 1.0f), share = e * rest;  // 1 - rest
     return share + x * share * rest * (squares * 0.134145f + 1.0f) * 1.59576912f;
 }
 

@@ -133,15 +133,18 @@ INLINE float sum(f16x x) {
 }
 #endif
 
-INLINE f16x select(i16x mask, f16x a, f16x b) {  // lanes of a where the mask is -1
-    return (f16x)((mask & (i16x)a) | (~mask & (i16x)b));
+// lanes of a where the mask is -1
+INLINE floats select(ints mask, floats a, floats b) { return mask ? a : b; }
+template <typename V, typename M> INLINE Two<V> select(Two<M> mask, Two<V> a, Two<V> b) {
+    return {select(mask.lo, a.lo, b.lo), select(mask.hi, a.hi, b.hi)};
 }
+INLINE f16x at_most(f16x x, float most) { return select(x > most, f16x{} + most, x); }
 
-// e**x to 2e-7 (relative): 2**n times a polynomial of the rest. Below -87: 0, since products of 1e-38 are
-// denormal, and take over 100 cycles each on Intel's processors. Above 87: e**87. NaN stays.
+// e**x to 2e-7 (relative), for x up to 88: 2**n times a polynomial of the rest. n = -127, which is x below
+// -87.7, gives 0, since products of 1e-38 are denormal, and take over 100 cycles each on Intel's processors.
+// NaN stays.
 INLINE f16x exp16(f16x x) {
-    const f16x low = f16x{} - 87.0f, high = f16x{} + 87.0f;
-    f16x y = select(x < low, low, select(x > high, high, x));
+    const f16x y = select(x < -88.0f, f16x{} - 88.0f, x);
     const f16x magic = f16x{} + 12582912.0f;  // 1.5 * 2**23: adding it rounds to a whole number
     f16x shifted = y * 1.44269504f + magic, n = shifted - magic;
     f16x r = y - n * 0.693359375f + n * 2.12194440e-4f;  // ln 2 in two parts (Cephes)
@@ -151,7 +154,7 @@ INLINE f16x exp16(f16x x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
-    return select(x < low, f16x{}, p * (f16x)(((i16x)shifted - (i16x)magic + 127) << 23));
+    return p * (f16x)(((i16x)shifted << 23) + (127 << 23));  // magic has no bits there
 }
 
 INLINE float exp1(float x) { return x < -87.0f ? 0 : std::exp(x); }
@@ -175,7 +178,7 @@ INLINE f16x gelu_exact(f16x x) {
 
 INLINE f16x gelu_tanh(f16x x) {
     f16x z = 1.59576912f * (x + 0.044715f * x * x * x);  // x * (1 + tanh(z / 2)) / 2
-    return x / (1.0f + exp16(-z));
+    return x / (1.0f + exp16(at_most(-z, 87.0f)));
 }
 
 INLINE f16x gelu(f16x x, bool tanh) { return tanh ? gelu_tanh(x) : gelu_exact(x); }
