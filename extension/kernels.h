@@ -203,6 +203,26 @@ INLINE float largest(const float* x, int64_t n) {  // NaN where one is, or infin
     return most + check;
 }
 
+// The largest of x (n,), n a multiple of 16, or `most` if that is larger.
+INLINE float largest_of(const float* x, int64_t n, float most) {
+    f16x all = f16x{} + most;
+    for (int64_t i = 0; i < n; i += LANES) all = select(load(x + i) > all, load(x + i), all);
+    float lanes[LANES];
+    store(lanes, all);
+    return *std::max_element(lanes, lanes + LANES);
+}
+
+// x (n,) = exp(x - most), n a multiple of 16. Returns their sum.
+INLINE float exponentials(float* x, int64_t n, float most) {
+    f16x sums{};
+    for (int64_t i = 0; i < n; i += LANES) {
+        const f16x e = exp16(load(x + i) - most);
+        store(x + i, e);
+        sums += e;
+    }
+    return sum(sums);
+}
+
 static void layer_norm(const float* x, const float* gain, const float* bias, int64_t n, float* y) {
     float mean = 0, var = 0;
     #pragma omp simd reduction(+ : mean)

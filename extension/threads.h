@@ -32,56 +32,35 @@ struct Waiting {  // spins, then gives way to other threads
 
 // Without OpenMP: calls `work` in n threads, of which one is the caller's.
 class Pool {
-    // of the newest call: its number in the upper half, then whether it is open and the number of
-    // workers that are in it
-    alignas(64) std::atomic<uint64_t> door{0};
-    static constexpr uint64_t OPEN = 1u << 31, CALL = 1ull << 32;
-
-    std::atomic<int> wanted{0}, asleep{0};
+    std::mutex lock;
+    std::condition_variable changed;
     const std::function<void()>* work = nullptr;
-    int workers = 0;
-    std::mutex bed;
-    std::condition_variable bell;
+    int workers = 0, wanted = 0, running = 0;  // threads that wait or work; that may still begin; that work
 
-    // Wait for a call after `last`, asleep after a while; returns the door.
-    uint64_t next_call(uint64_t last) {
-        auto other = [&] { return door / CALL != last; };
-        for (Waiting wait; wait.times < 3000; wait())
-            if (other()) return door;
-        std::unique_lock<std::mutex> lock(bed);
-        asleep++;
-        bell.wait(lock, other);
-        asleep--;
-        return door;
-    }
-
-    void worker(int index) {
-        for (uint64_t last = 0;;) {
-            uint64_t seen = next_call(last);
-            last = seen / CALL;
-            while (seen & OPEN && seen / CALL == last && index < wanted)
-                if (door.compare_exchange_weak(seen, seen + 1)) {
-                    (*work)();
-                    door--;
-                    break;
-                }
+    void worker() {
+        for (std::unique_lock<std::mutex> held(lock);;) {
+            changed.wait(held, [&] { return wanted > 0; });
+            wanted--, running++;
+            held.unlock();
+            (*work)();
+            held.lock();
+            if (--running == 0) changed.notify_all();
         }
     }
 
   public:
     void run(int threads, const std::function<void()>& f) {
+        std::unique_lock<std::mutex> held(lock);
         try {
-            for (; workers < threads - 1; workers++) std::thread(&Pool::worker, this, workers).detach();
+            for (; workers < threads - 1; workers++) std::thread(&Pool::worker, this).detach();
         } catch (const std::system_error&) {}  // the system gives no more of them
         wanted = threads - 1, work = &f;
-        door = (door / CALL + 1) * CALL | OPEN;
-        if (asleep) {
-            std::lock_guard<std::mutex> awake(bed);
-            bell.notify_all();
-        }
+        held.unlock();
+        changed.notify_all();
         f();
-        door &= ~OPEN;
-        for (Waiting wait; door % OPEN; wait()) {}
+        held.lock();
+        wanted = 0;  // who comes late has nothing to do
+        changed.wait(held, [&] { return running == 0; });
     }
 };
 

@@ -143,23 +143,9 @@ static float running_softmax(float* p, int64_t low, int64_t high, int64_t n, flo
     }
     std::fill(p, p + low, -INFINITY);
     std::fill(p + high, p + end, -INFINITY);  // of weight 0
-    f16x most = load(p);
-    for (int64_t s = LANES; s < end; s += LANES) {
-        f16x x = load(p + s);
-        most = select(x > most, x, most);
-    }
-    float lanes[LANES], now = top;
-    store(lanes, most);
-    for (float x : lanes) now = std::max(now, x);
-    f16x sums{};
-    for (int64_t s = 0; s < end; s += LANES) {
-        f16x e = exp16(load(p + s) - now);
-        store(p + s, e);
-        sums += e;
-    }
-    const float factor = exp1(top - now);
-    total = total * factor + sum(sums);
-    top = now;
+    const float most = largest_of(p, end, top), factor = exp1(top - most);
+    total = total * factor + exponentials(p, end, most);
+    top = most;
     return factor;
 }
 

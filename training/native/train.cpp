@@ -153,22 +153,8 @@ static void fill_outside(float* row, int64_t low, int64_t high, int64_t keys, fl
 // Scores (keys,) of one query -> weights, and the logarithm of their sum.
 static float softmax(float* row, int64_t low, int64_t high, int64_t keys, const float* sink) {
     fill_outside(row, low, high, keys, -INFINITY);
-    f16x most16 = load(row);
-    for (int64_t j = LANES; j < keys; j += LANES) {
-        f16x x = load(row + j);
-        most16 = select(x > most16, x, most16);
-    }
-    float most = sink ? *sink : -INFINITY, lanes[LANES];
-    store(lanes, most16);
-    for (float x : lanes) most = std::max(most, x);
-
-    f16x total16 = {};
-    for (int64_t j = 0; j < keys; j += LANES) {
-        f16x e = exp16(load(row + j) - most);
-        store(row + j, e);
-        total16 += e;
-    }
-    const float total = sum(total16) + (sink ? std::exp(*sink - most) : 0);
+    const float most = largest_of(row, keys, sink ? *sink : -INFINITY);
+    const float total = exponentials(row, keys, most) + (sink ? std::exp(*sink - most) : 0);
     for (int64_t j = 0; j < keys; j += LANES) store(row + j, load(row + j) * (1 / total));
     return most + std::log(total);
 }
@@ -353,23 +339,10 @@ extern "C" void nanokv_norm_backward(const Norm* args) {
 static float cross_entropy(float* x, int64_t n, int64_t target) {
     const int64_t whole = n / LANES * LANES;
     const float hit = x[target];
-    float most = -INFINITY, lanes[LANES], total = 0;
-    f16x most16 = f16x{} - INFINITY, total16 = {};
-    for (int64_t i = 0; i < whole; i += LANES) {
-        f16x y = load(x + i);
-        most16 = select(y > most16, y, most16);
-    }
-    store(lanes, most16);
-    for (float y : lanes) most = std::max(most, y);
+    float most = largest_of(x, whole, -INFINITY), total = 0;
     for (int64_t i = whole; i < n; i++) most = std::max(most, x[i]);
-
-    for (int64_t i = 0; i < whole; i += LANES) {
-        f16x e = exp16(load(x + i) - most);
-        store(x + i, e);
-        total16 += e;
-    }
     for (int64_t i = whole; i < n; i++) total += x[i] = exp1(x[i] - most);
-    total += sum(total16);
+    total += exponentials(x, whole, most);
     for (int64_t i = 0; i < n; i++) x[i] *= 1 / total;
     x[target] -= 1;
     return most + std::log(total) - hit;
