@@ -35,7 +35,7 @@ BUDGETS = {
     'kv/': 1_099,
     'data/': 1_889,
     'common/ config/ configurator.py': 1_806,
-    'tests/': 21_352,
+    'tests/': 21_369,
 }
 house = pytest.mark.house
 

@@ -24,6 +24,7 @@ from tests.engine.test_native import WIDE
 from tests.engine.test_native import test_other_weights_stay_close as check_other_weights
 from tests.helpers.models import random_model, tokens
 
+SANITIZE = ('-fsanitize=address,undefined', '-fno-sanitize=alignment', '-fno-sanitize-recover', '-O1')
 STAND_IN = Path(__file__).parents[1] / 'helpers' / 'tiles.h'
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(
     native.library() is None or (sys.platform, os.uname().machine) != ('linux', 'x86_64'),
@@ -33,9 +34,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(
 def opened(fault: int):
     """The extension with tiles. Products are wrong of bytes (fault=1) or of bfloat16 (2)."""
     version = zlib.crc32(STAND_IN.read_bytes())
+    sanitize = SANITIZE if os.environ.get('LD_PRELOAD', '').endswith('libasan.so') else ()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(extension, 'FLAGS', (*extension.FLAGS, '-include', str(STAND_IN),
-                                           f'-DVERSION={version}', f'-DFAULT={fault}'))
+                                           f'-DVERSION={version}', f'-DFAULT={fault}', *sanitize))
         return extension.opened(native.SOURCE, native._checked)
 
 
@@ -117,3 +119,18 @@ def test_a_compiler_takes_the_real_ones(tmp_path):
     subprocess.run(command, check=True)
     assembly = (tmp_path / 'decode.s').read_text()
     assert all(name in assembly for name in ('tdpbsud', 'tdpbf16ps', 'ldtilecfg', 'tilerelease'))
+
+
+def test_no_access_is_out_of_bounds():
+    """By the sanitizers for addresses and undefined behaviour, in a process that loads theirs
+    first."""
+    found = subprocess.run(['g++', '-print-file-name=libasan.so'], capture_output=True, text=True)
+    if not Path(found.stdout.strip()).is_absolute():
+        pytest.skip('no libasan here')
+    done = subprocess.run(
+        [sys.executable, '-m', 'pytest', '-q', '-x', '-p', 'no:cacheprovider', __file__, '-k',
+         'products or batch or chunks or a_step'],
+        env=os.environ | {'LD_PRELOAD': found.stdout.strip(), 'ASAN_OPTIONS': 'detect_leaks=0'},
+        capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert ' passed' in done.stdout
