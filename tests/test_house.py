@@ -30,11 +30,11 @@ BUDGETS = {
     'interop/': 1_580,
     'training/': 3_311,
     'extension/': 88,
-    'engine/': 4_465,
+    'engine/': 4_466,
     'attention/': 772,  # without the core, like kv/
     'kv/': 1_099,
     'data/': 1_889,
-    'common/ config/ configurator.py': 1_806,
+    'common/ config/ configurator.py': 1_809,
     'tests/': 21_369,
 }
 house = pytest.mark.house
