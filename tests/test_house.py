@@ -35,7 +35,7 @@ BUDGETS = {
     'kv/': 1_099,
     'data/': 1_889,
     'common/ config/ configurator.py': 1_809,
-    'tests/': 21_369,
+    'tests/': 21_370,
 }
 house = pytest.mark.house
 

@@ -24,7 +24,8 @@ from tests.engine.test_native import WIDE
 from tests.engine.test_native import test_other_weights_stay_close as check_other_weights
 from tests.helpers.models import random_model, tokens
 
-SANITIZE = ('-fsanitize=address,undefined', '-fno-sanitize=alignment', '-fno-sanitize-recover', '-O1')
+SANITIZE = ('-fsanitize=address,undefined', '-fno-sanitize=alignment', '-fno-sanitize-recover',
+            '-O1')
 STAND_IN = Path(__file__).parents[1] / 'helpers' / 'tiles.h'
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(
     native.library() is None or (sys.platform, os.uname().machine) != ('linux', 'x86_64'),
