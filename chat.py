@@ -41,7 +41,13 @@ class Settings(Talking, Sampling, Running):
     max_new_tokens: int = key(300, 'longest reply, in tokens; at most half of max_seq_len')
     max_seq_len: int = key(0, 'tokens to keep, without the oldest turns; 0 = block_size, or up to '
                            '32 times that (at most 8,192) with RoPE and local layers')
+    kv_budget: str = key('', "most KV memory, as '64KB': an elastic model (train.py --plans) runs "
+                         "at its best plan within that (other forms: sample.py); '' = no limit")
     prefix_budget: str = key('256MB', 'host memory for the K/V of earlier turns')
+
+
+def conversation_length(s, model) -> int:
+    return s.max_seq_len or longest_context(model.config)
 
 
 class Chat:
@@ -53,7 +59,7 @@ class Chat:
         # the alphabet may lack some characters: fail now, not after the first turn
         for name in (s.user, s.reply_as):
             tokenizer.encode(self.dialogue.template.head(name) + self.dialogue.template.end)
-        max_seq_len = s.max_seq_len or longest_context(model.config)
+        max_seq_len = conversation_length(s, model)
         self.longest = min(s.max_new_tokens, max_seq_len // 2)  # of a reply
         self.params = SamplingParams(self.longest, s.temperature, s.top_k, s.top_p, seed=s.seed,
                                      stop=(self.dialogue.template.end,))
@@ -201,7 +207,7 @@ def talk(chat) -> None:
 
 def main(argv=None):
     s = with_newest_run(configurator.parse(Settings, argv, usage=__doc__))
-    model, tokenizer, dataset = load(s)
+    model, tokenizer, dataset = load(s, lambda model, _: (1, conversation_length(s, model)))
     user, reply_as = speakers(s, dataset)
     # bytes that are not UTF-8 can come from the command line
     s = replace(s, user=encodable(user), reply_as=encodable(reply_as), turn=encodable(s.turn))

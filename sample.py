@@ -37,10 +37,12 @@ from engine.requests.stopping import SampleText, parse_stops
 from engine.steps.captured import MIN_CAPTURED
 from engine.steps.decode import fast_decode
 from engine.text.lanes import watchable, watching
-from engine.text.many import complete, fitted, json_lines, make_engine, show_many
+from engine.text.many import (
+    complete, fitted, json_lines, longest_of, make_engine, show_many)
 from engine.text.prompts import encode_lines, encode_prompt, read_lines, read_start
 from engine.weights.quantize import weight_bytes, weights_dtype
 from generate import Generation, cache_length
+from interop.choose import Budget, check_budget
 from interop.load import load, with_newest_run
 from kv.counts import prefill_flops
 from kv.console import output
@@ -65,8 +67,10 @@ class Settings(Source, Sampling, Json, Running):
     repetition_penalty: float = key(1.0, 'with prompts: above 1, repeated tokens are less likely')
     logprobs: int = key(-1, 'with prompts: log-probabilities, of the k most likely too; -1 = none')
     ignore_eos: bool = key(False, 'with prompts: go on after <|endoftext|>, which ends a text')
-    kv_budget: str = key('', "with prompts: KV memory, as '1GB'; '' = all rows at full length, "
-                         "but at most half of the machine's memory")
+    kv_budget: str = key('', "most KV memory, as '64KB'; of a sequence of 512 tokens, as "
+                         "'64KB@512'; of a token, as '96/token': an elastic model (train.py "
+                         "--plans) runs at its best plan within that; '' = no limit, with prompts "
+                         'half of the memory')
     prefix_budget: str = key('', "with prompts: memory for shared prefixes, as '1GB'; '' = none")
     watch: bool = key(False, "draw the KV cache while a sample of 'start' is written")
     watch_speed: float = key(100.0, 'with watch: tokens per second at most; 0 = no limit')
@@ -90,13 +94,16 @@ def sample_start(s):
     stops = params.stop
     watch = s.watch and watchable()
     parallel = 1 if watch else s.parallel
-    model, tokenizer, _ = load(with_newest_run(s))
+    rows = min(parallel, s.num_samples)
+    model, tokenizer, _ = load(with_newest_run(s), lambda model, tokenizer: (rows, cache_length(
+        model, len(encode_prompt(tokenizer, *start)), s.max_new_tokens)))
     generators = sample_generators(s.seed, s.num_samples, model.device)
     prompt = encode_prompt(tokenizer, *start)
     print_notes(s, model, len(prompt))
 
     batches, cache = [], None
     max_seq_len = cache_length(model, len(prompt), s.max_new_tokens)
+    check_budget(s, model.config, rows, max_seq_len, model.resolved_kv_dtype(s.kv_dtype))
     for k in range(0, s.num_samples, parallel):
         batch = generators[k:k + parallel]
         if cache is None or cache.batch_size != len(batch):  # the last batch may be smaller
@@ -197,10 +204,11 @@ def show_timings(report: dict) -> None:
 def sample_prompts(s, write):
     """Complete the prompts of a file with the batching engine, and pass the answers to `write`.
     Returns the number of requests that failed."""
-    budget = parse_bytes(s.kv_budget, 'kv_budget') if s.kv_budget else 0
+    budget = Budget.parse(s.kv_budget).total if s.kv_budget else 0
     prefixes = parse_bytes(s.prefix_budget, 'prefix_budget') if s.prefix_budget else 0
     params, lines = sampling_params(s), read_lines(s.prompts)
-    model, tokenizer, _ = load(with_newest_run(s))
+    model, tokenizer, _ = load(with_newest_run(s), lambda model, tokenizer: (
+        s.parallel, longest_of(model, encode_lines(tokenizer, lines), s.max_new_tokens)))
     budget = budget or total_memory(model.device) // 2
     lines = fitted(model, encode_lines(tokenizer, lines), s.max_new_tokens, budget, s.kv_dtype)
     if any(0 < line.max_new_tokens < s.max_new_tokens for line in lines):
@@ -235,8 +243,7 @@ def parse(argv):
     if (s.prompts or greedy) and 'num_samples' not in s.given:
         s = replace(s, num_samples=1)  # greedy samples are all equal
     at_least(s, num_samples=1, parallel=1, watch_speed=0.0)
-    for name in ('min_p', 'repetition_penalty', 'logprobs', 'ignore_eos', 'kv_budget',
-                 'prefix_budget'):
+    for name in ('min_p', 'repetition_penalty', 'logprobs', 'ignore_eos', 'prefix_budget'):
         if name in s.given and not s.prompts:
             raise UserError(f'{name}={getattr(s, name)!r} is for many prompts: give a file of them '
                             'with --prompts')

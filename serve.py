@@ -27,6 +27,7 @@ from engine.steps.captured import CapturedDecode
 from engine.text.dialogue import Template, longest_context, speakers
 from engine.engine import Engine
 from engine.steps.prepare import prepare
+from interop.choose import Budget
 from interop.load import load, with_newest_run
 from serving.api import Service
 from serving.worker import Worker, most_choices
@@ -57,7 +58,8 @@ class Settings(Talking, Running):
     log_requests: bool = key(True, 'print a line for each finished request')
     grace: float = key(10.0, 'seconds to finish running requests on Ctrl-C or SIGTERM')
     kv_budget: str = key('', "KV memory, as '1GB'; '' = all rows at full length, but at most half "
-                         "of the machine's memory")
+                         "of the machine's memory. An elastic model (train.py --plans) runs at "
+                         'its best plan with which all rows fit (other forms: sample.py)')
     prefix_budget: str = key('256MB', "host memory for the prefix cache; '' = no such cache")
     shared_prefix: bool = key(False, "requests of different API keys reuse each other's prompts, "
                               'and can find out what these are')
@@ -97,8 +99,8 @@ def make_service(s, model, tokenizer, dataset: str):
             tokenizer.encode(template.head(name) + template.end)
     except UserError as e:
         print(f'Note: conversations will be refused because of --turn, --user or --reply_as: {e}')
-    budget = (parse_bytes(s.kv_budget, 'kv_budget') if s.kv_budget
-              else total_memory(model.device) // 2)
+    budget = Budget.parse(s.kv_budget).total if s.kv_budget else 0
+    budget = budget or total_memory(model.device) // 2
     max_seq_len = s.max_seq_len or longest_context(model.config)
     prefix_budget = parse_bytes(s.prefix_budget, 'prefix_budget') if s.prefix_budget else 0
     engine = Engine(model, s.parallel, max_seq_len, s.kv_dtype, kv_budget=budget,
@@ -129,7 +131,8 @@ def main(argv=None):
     keys = read_keys(s.api_key_file, os.environ)
     sock = bind(s.host, s.port)  # before anything slow
     s = with_newest_run(s)
-    model, tokenizer, dataset = load(s)
+    model, tokenizer, dataset = load(s, lambda model, _: (
+        s.parallel, s.max_seq_len or longest_context(model.config)))
     user, reply_as = speakers(s, dataset)
     s = replace(s, user=user, reply_as=reply_as)
     engine, service = make_service(s, model, tokenizer, dataset)

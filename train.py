@@ -30,7 +30,7 @@ from training.checkpoint.manager import checkpoint_in, load_to_resume
 from training.device import keep_freed_memory
 from training.evaluate import bits_per_byte
 from training.loop.batches import DataSet
-from training.loop.build import build_model, move_to_device
+from training.loop.build import build_model, elastic_of, move_to_device
 from training.loop.log import RunLog, StepClock, check_packages, open_trackers
 from training.loop.resume import restore, resumed_after_restart
 from training.loop.run import Run
@@ -85,6 +85,9 @@ class Settings(OutDir, Data, Model, Device, Attention):
     warmup_iters: int = key(2000, 'iterations of linear warm-up')
     lr_decay_iters: int = key(600000, 'iteration at which min_lr is reached')
     min_lr: float = key(6e-5, 'lowest learning rate')
+    # smaller memories
+    plans: str = key('', "KV plans to train along, each on a part of every batch: 'auto', or "
+                     "'n_kv_head=1; n_kv_head=1, layer_pattern=LLG, window_size=32; ...'")
     # memory and devices
     recompute: str = key('none', "activations to recompute: 'none', 'selective', 'mlp', 'block', "
                          "'every:K' blocks, 'sqrt', 'offload' (to host memory instead)")
@@ -140,12 +143,13 @@ def build(s, ranks) -> Run:
     model, changed = build_model(s, data, saved, origin, new_on)
     if sharded:  # only rank 0 has used its generator, to initialize weights
         torch.set_rng_state(ranks.gather(torch.get_rng_state())[0])
+    elastic = elastic_of(model, s, saved)
     batches = data.batches(s, model.config, ranks)
 
     torch.manual_seed(s.seed + ranks.rank)  # dropout
-    move_to_device(model, s, ranks, dtype, sharded)
+    move_to_device(model, elastic, s, ranks, dtype, sharded)
     optimizer = make_optimizer(model, s, ranks.device.type)
-    run = Run(s, ranks, data, batches, model, changed, optimizer, dtype, origin)
+    run = Run(s, ranks, data, batches, model, elastic, changed, optimizer, dtype, origin)
     run.batch = restore(run, saved) if saved else batches.next()
     del saved
     if s.memory_report and ranks.main:
@@ -208,6 +212,8 @@ def evaluate(run, log, stop, lr, mfu):
             log.line(f'that val loss is {bits:.3f} bits per byte of text')
         for tracker in log.trackers:
             tracker.evaluated(run.iter_num, row)
+        for line in run.plan_lines():
+            log.line(line)
     return losses
 
 

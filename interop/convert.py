@@ -3,6 +3,7 @@
     python train.py config/train_rope_mha.py                                   # any model
     python -m interop.convert out-rope-mha out-mqa --n_kv_head=1               # MQA
     python -m interop.convert out-rope-mha out-small config/train_mqa_local.py # a config's settings
+    python -m interop.convert out-elastic out-64k --kv_budget=64KB             # of train.py --plans
     python train.py config/train_rope_mha.py --init_from=resume --out_dir=out-mqa --n_kv_head=1 \\
         --max_iters=70
 
@@ -10,73 +11,35 @@ K/V heads are pooled by their mean; layers that share a cache use the K and V of
 offset keys, tied K and V, and latents can be neither added nor removed. Settings of a config that a
 conversion cannot change are printed, and stay as they were. The converted model is
 worse until it is trained more: the GQA paper (Ainslie et al. 2023) needs 5% of the original steps.
-The new checkpoint is at iteration 0, without optimizer state.
+The new checkpoint is at iteration 0, without optimizer state. An elastic model (train.py --plans)
+needs no more training at its plans; with --kv_budget, of one sequence of block_size tokens in
+--kv_dtype, its best plan within that is converted.
 """
 from common import startup  # noqa: F401  # isort: skip  (before torch is imported)
 import dataclasses
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 import configurator
 from common.errors import UserError
-from common.gpt_config import GPTConfig, fields_with, model_args
-from common.settings import COMMAND_LINE, Model
-from kv.plan import plan_kv
-from kv.weights import c_attn_rows
+from common.gpt_config import GPTConfig, model_args
+from common.settings import COMMAND_LINE, STORED_DTYPES, Model, key
+from interop.choose import plan_of
 from model import GPT
-from training.checkpoint.adapt import check_forms, check_patterns, keep_trained
+from training.checkpoint.adapt import keep_trained
+from training.checkpoint.convert import MEMORY, convert_weights
 from training.checkpoint.file import config_of, load_checkpoint, load_weights
 from training.checkpoint.manager import CheckpointManager
 from training.checkpoint.load_model import model_of
 
-# the settings that a conversion may change
-MEMORY = fields_with('trained', 'memory', 'pooled')
 
-
-def convert_weights(weights: dict, old: GPTConfig, new: GPTConfig) -> dict:
-    """Convert the weights of `old` (nanoGPT's names; not modified) to those of `new`, which differs
-    only in the settings in MEMORY. UserError: if `check_conversion` raises it."""
-    check_conversion(old, new)
-    before, after = plan_kv(old), plan_kv(new)
-    out = dict(weights)
-    for was, now in zip(before.layers, after.layers):
-        slot, n_kv_head = before.slots[was.slot], after.slots[now.slot].n_kv_head
-        groups = n_kv_head, slot.n_kv_head // n_kv_head, -1
-        prefix = f'transformer.h.{now.index}.attn.'
-        for name in (prefix + 'c_attn.weight', prefix + 'c_attn.bias'):
-            if name in weights and was.owns:
-                q, *kv = weights[name].split(c_attn_rows(before, was))
-                # (heads * D, ...) -> (new heads * D, ...): the mean over each group of heads
-                pooled = [x.unflatten(0, groups).mean(1).flatten(0, 1) for x in kv if now.owns]
-                out[name] = torch.cat([q, *pooled])
-    with torch.device('meta'):
-        kept = GPT(new).state_dict()  # without what only owners of K and V have
-    return {name: x for name, x in out.items() if name in kept}
-
-
-def check_conversion(old: GPTConfig, new: GPTConfig) -> None:
-    """Raise UserError if a setting not in MEMORY differs, K/V heads cannot be pooled evenly, or a
-    layer would own K and V that it was trained without or in another form."""
-    for f in dataclasses.fields(GPTConfig):
-        was, now = getattr(old, f.name), getattr(new, f.name)
-        if f.name not in MEMORY and f.name != 'dropout' and was != now:
-            raise UserError(f'{f.name}={now!r}, but the weights have {f.name}={was!r}: a '
-                            f'conversion can change {", ".join(MEMORY)}')
-    check_patterns(new, [name for name in MEMORY if getattr(old, name) != getattr(new, name)])
-    before, after = plan_kv(old), plan_kv(new)
-    check_forms(before, after)
-    for was, now in zip(before.layers, after.layers):
-        if now.owns and not was.owns:
-            raise UserError(f'layer {now.index} would need K and V of its own, but was trained to '
-                            f'use those of layer {before.slots[was.slot].owner}: sharing can be '
-                            'added, not undone')
-        had, has = (plan.slots[layer.slot].n_kv_head for plan, layer in
-                    ((before, was), (after, now)))
-        if now.owns and had % has:
-            raise UserError(f'n_kv_head={has}: the {had} K/V heads of layer {now.index} cannot be '
-                            'pooled evenly into that number')
+@dataclass(frozen=True)
+class Settings(Model):
+    kv_budget: str = key('', "of an elastic model: convert the best plan within it, as '64KB'")
+    kv_dtype: str = key('bfloat16', 'with kv_budget: dtype of K and V', STORED_DTYPES)
 
 
 def convert_checkpoint(source: Path, changes: dict) -> dict:
@@ -105,7 +68,7 @@ def new_checkpoint(model: GPT, config: GPTConfig, settings: dict, **more) -> dic
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     wants_help = {'-h', '--help'} & set(argv)
-    s = configurator.parse(Model, ['--help'] if wants_help else argv[2:], usage=__doc__)
+    s = configurator.parse(Settings, ['--help'] if wants_help else argv[2:], usage=__doc__)
     if len(argv) < 2 or argv[0].startswith('-') or argv[1].startswith('-'):
         raise UserError('give the folder of the checkpoint and one for the new checkpoint, then '
                         'the changes: python -m interop.convert out out-mqa --n_kv_head=1')
@@ -115,6 +78,11 @@ def main(argv=None):
     # a config file may also have settings that a conversion cannot change
     changes = {name: value for name, value in s.given_fields().items()
                if name in (*MEMORY, 'dropout') or s.given[name] == COMMAND_LINE}
+    if s.kv_budget:
+        saved = load_checkpoint(source)
+        base = config_of(saved, source)
+        plan = plan_of(saved, base, s, lambda: (1, base.block_size), s.kv_dtype)
+        changes = plan.changes | changes
     if not changes:
         raise UserError(f'nothing to change: give one or more of {", ".join(MEMORY)}')
     checkpoint = convert_checkpoint(source, changes)

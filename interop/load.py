@@ -14,6 +14,7 @@ from data.tokenizer import load_tokenizer
 from engine import native
 from engine.weights.linear import speed_up_on_cpu
 from engine.weights.quantize import compile_for_decode, quantize_weights
+from interop.choose import at_plan, plan_of
 from interop.huggingface import noted_source
 from interop.tokenizer_files import tokenizer_in
 from model import GPT
@@ -24,9 +25,12 @@ from training.device import pick_device, pick_dtype
 from training.checkpoint.load_model import model_of
 
 
-def load(s):
+def load(s, size=None):
     """Return the model given by the settings of sample.py, chat.py or serve.py, ready to run, its
     tokenizer, and the name of the data set that it was trained on ('' = unknown).
+
+    size: (model, tokenizer) -> (rows, tokens) of the cache that the program will allocate, for
+    which an elastic model has the plan within `s.kv_budget`; None = its largest.
 
     The global random generator is seeded just before the model is built and used for nothing else:
     sample 0 continues from that state, as in nanoGPT. UserError: if the device, model or data set
@@ -47,12 +51,17 @@ def load(s):
         if 'dataset' not in s.given:
             dataset, known = noted_source(s.init_from)
             tokenizer = tokenizer_in(Path(s.init_from), model.config.vocab_size)
-    if s.init_from != 'random':
-        keep_trained(s, model.config)
     if tokenizer is None:
         tokenizer = tokenizer_of(dataset, model.config.vocab_size, known, DATA_ROOT, stored)
+    dtype = pick_dtype(s.dtype, device)
+    if size:
+        stored_in = str(dtype).removeprefix('torch.') if s.kv_dtype == 'auto' else s.kv_dtype
+        plan = plan_of(checkpoint or {}, model.config, s, lambda: size(model, tokenizer), stored_in)
+        model = at_plan(model, plan)
+    if s.init_from != 'random':
+        keep_trained(s, model.config)
     native.use(s.native)
-    model = model.eval().to(device, pick_dtype(s.dtype, device))
+    model = model.eval().to(device, dtype)
     quantize_weights(model, s.weight_dtype, s.int4_group)
     speed_up_on_cpu(model)
     if s.compile:

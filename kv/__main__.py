@@ -74,7 +74,8 @@ def describe_plan(saved: list[str], s) -> dict:
     whose config the settings may change, or none."""
     from kv.console import output, print_table
     from kv.tables import dtype_table, print_report
-    config = saved_config(Path(saved[0])) if saved else GPTConfig(vocab_size=vocabulary(s))
+    config, plans = saved_config(Path(saved[0])) if saved else (
+        GPTConfig(vocab_size=vocabulary(s)), [])
     config = dataclasses.replace(config, **s.given_fields())
     plan, T = plan_kv(config), s.max_seq_len or config.block_size
     at_least(s, max_seq_len=0, batch=1)
@@ -110,6 +111,8 @@ def describe_plan(saved: list[str], s) -> dict:
           + ', '.join(f'{nice_bytes(size)} in {dtype}' for dtype, size in sizes.items())
           + f'\nprefill of {T:,} tokens: {flops / 1e6:,.1f} MFLOPs a token, '
           f'{untrimmed / flops:.2f}x fewer than if every layer computed every token')
+    if plans:
+        print('\nits plans (train.py --plans), in bytes at block_size:', *plans, sep='\n  ')
     if config.pos_embedding == 'learned' and T > config.block_size:
         print(f'Note: learned positions end at block_size={config.block_size:,}: a cache of this '
               'model holds no more; these are the bytes of its shape with --pos_embedding=rope')
@@ -157,15 +160,20 @@ def is_config_of_others(arg: str) -> bool:
     return arg.endswith('.json') or (on_hub and not arg.endswith(('.py', '.pt')))
 
 
-def saved_config(path: Path) -> GPTConfig:
-    """The config in a checkpoint or a folder's ckpt.pt, without reading its weights. Needs torch.
-    UserError: if there is no checkpoint, or it is damaged."""
+def saved_config(path: Path) -> tuple[GPTConfig, list[str]]:
+    """The config in a checkpoint or a folder's ckpt.pt, without reading its weights, and lines
+    about its plans. Needs torch. UserError: if there is no checkpoint, or it is damaged."""
     from training.checkpoint.file import config_of, load_checkpoint, read_file
+    from training.elastic.plans import of_checkpoint, table
     path = path / 'ckpt.pt' if path.is_dir() else path
     try:
-        return config_of(read_file(path, mmap=True), path)
+        saved = read_file(path, mmap=True)
+        config = config_of(saved, path)
     except Exception:  # cannot be memory-mapped; if damaged, the loader says so
-        return config_of(load_checkpoint(path), path)
+        saved = load_checkpoint(path)
+        config = config_of(saved, path)
+    known = saved.get('plans')
+    return config, table(of_checkpoint(known, config), [p['loss'] for p in known]) if known else []
 
 
 if __name__ == '__main__':

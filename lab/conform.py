@@ -2,6 +2,7 @@
 
     python -m lab.conform config/train_mqa_local.py
     python -m lab.conform config/train_mqa_local.py --kv_latent=16 --rope_fraction_global=0
+    python -m lab.conform config/train_rope_mha.py --plans=auto    # and each of these plans of it
     python -m lab.conform --random=20                  # as many random configs over all fields
 
 A model of the config is made small (widths, windows and layers beyond two periods; its plan keeps
@@ -44,6 +45,7 @@ from kv.console import output, print_table, table_of
 from kv.plan import KV_DTYPES, plan_kv
 from lab.random_config import VOCAB, WIDTH, distances, long_enough, random_config
 from model import GPT
+from training.elastic.plans import plans_of
 from training.native.loading import library
 from training.native.modules import speed_up
 from training.memory.recompute import set_recompute
@@ -57,6 +59,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 class Settings(Seed, Model):
     random: int = key(0, 'check so many random configs in place of one')
     as_given: bool = key(False, 'check the config itself, not a small one of the same form')
+    plans: str = key('', "also check the model's smaller plans, as train.py's --plans")
 
 
 class Refused(Exception):
@@ -415,8 +418,8 @@ def main(argv=None):
     rng = random.Random(s.seed)
     configs = [random_config(rng) for _ in range(s.random)]
     if not configs:
-        given = s.config(VOCAB)
-        configs = [given if s.as_given else reduced(given)]
+        plans = plans_of(s.plans, s.config(VOCAB))
+        configs = [plan.config if s.as_given else reduced(plan.config) for plan in plans]
     console, failed = output(), 0
     warnings.simplefilter('ignore')  # what plans warn of is no difference
     for config in configs:

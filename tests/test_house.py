@@ -21,29 +21,29 @@ ROOT = Path(__file__).resolve().parents[1]
 CORE_TOKENS = 15_660
 
 # The largest number of lines of Python in each room. A change that makes a room smaller lowers its
-# number. In all they are at most 23,800 lines without tests, and 21,500 of tests.
+# number. Before the elastic models they were 23,791 lines without tests, and 21,370 of tests.
 BUDGETS = {
     'nanokv.py': 250,
-    'train.py sample.py chat.py serve.py ablate.py bench.py': 1_124,
-    'lab/': 4_116,
+    'train.py sample.py chat.py serve.py ablate.py bench.py': 1_146,
+    'lab/': 4_119,
     'serving/': 1_280,
-    'interop/': 1_580,
-    'training/': 3_311,
+    'interop/': 1_662,
+    'training/': 3_614,
     'extension/': 88,
-    'engine/': 4_466,
+    'engine/': 4_472,
     'attention/': 772,  # without the core, like kv/
-    'kv/': 1_099,
+    'kv/': 1_107,
     'data/': 1_889,
     'common/ config/ configurator.py': 1_809,
-    'tests/': 21_370,
+    'tests/': 21_685,
 }
 house = pytest.mark.house
 
 # From the top down; a room imports only from rooms below it. Programs never import each other.
 ORDER = ['measuring', 'lab', 'programs', 'serving', 'interop',
-         'training.plot', 'training.loop', 'training.memory', 'training.native', 'training.step',
-         'training.parallel', 'training.checkpoint', 'training.evaluate', 'training.device',
-         'training',
+         'training.plot', 'training.loop', 'training.memory', 'training.elastic', 'training.native',
+         'training.step', 'training.parallel', 'training.checkpoint', 'training.evaluate',
+         'training.device', 'training',
          'engine.text', 'engine.engine', 'engine.steps', 'engine.prefix', 'engine.requests',
          'engine.weights', 'engine.pages', 'engine.native', 'engine',
          'generate', 'model', 'kv', 'attention', 'data', 'configurator', 'extension', 'config',

@@ -20,7 +20,7 @@ from data.datasets import DATA_ROOT
 from data.recall.tasks import TASKS
 from data.tokenfiles import open_split
 from engine.weights.quantize import n_parameters
-from interop.convert import check_conversion
+from training.checkpoint.convert import check_conversion
 from kv.plan import plan_kv
 from lab.benchmarks.setting import numbers
 from training.checkpoint.file import tokens_id

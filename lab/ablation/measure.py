@@ -22,7 +22,7 @@ from data.tokenizer import load_tokenizer
 from training import evaluate
 from training.evaluate import judge, through_cache
 from engine.weights.quantize import quantize_weights
-from interop.convert import convert_weights
+from training.checkpoint.convert import convert_weights
 from lab.ablation.identifiers import find_identifiers, loss_by_distance
 from lab.ablation.ladder import read_ladder
 from lab.ablation.lookup import lookup, recall

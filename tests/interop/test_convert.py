@@ -6,7 +6,7 @@ import torch
 
 from common.errors import UserError
 from interop import convert
-from interop.convert import convert_weights
+from training.checkpoint.convert import convert_weights
 from model import GPT, GPTConfig
 from tests.helpers.models import full_logits
 

@@ -94,7 +94,9 @@ def assert_same_losses(a, b):
     pytest.param(dict(FULL_STACK, recompute='block'), marks=pytest.mark.slow, id='blocks'),
     # without rounding: a value between two steps of int8 may go either way
     pytest.param(FULL_STACK | CHANGES['many'] | dict(kv_quant_train=''), marks=pytest.mark.slow,
-                 id='many mechanisms')])
+                 id='many mechanisms'),
+    pytest.param(dict(SHORT_STACK, n_kv_head=0, plans='n_kv_head=1;window_size=2'),
+                 marks=pytest.mark.slow, id='plans')])
 def test_two_processes_have_the_losses_of_one(tmp_path, data_root, config):
     """With recomputation and a chunked loss, against one process without either."""
     plain = dict(config, chunked_loss=False, recompute='none')

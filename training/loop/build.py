@@ -5,10 +5,13 @@ import torch
 
 from common.errors import UserError
 from common.gpt_config import GPTConfig, unknown_field
+from common.settings import COMMAND_LINE
 from model import GPT
 from training.checkpoint.adapt import adapt, adapted_config, differences, keep_trained, wishes
 from training.checkpoint.file import config_of, load_weights
 from training.checkpoint.load_model import check_weights
+from training.elastic.plans import of_checkpoint, plans_of, table
+from training.elastic.step import Elastic
 from training.memory.recompute import set_recompute
 from training.native.loading import wanted
 from training.native.modules import speed_up
@@ -79,18 +82,35 @@ def build_model(s, data, saved: dict | None, origin: Path, new_on: str) -> tuple
     return model, bool(changes)
 
 
-def move_to_device(model, s, ranks, dtype: torch.dtype, sharded: bool) -> None:
-    """Move the model to its device, or shard it, with recomputation and kernels as set."""
+def elastic_of(model: GPT, s, saved: dict | None) -> Elastic | None:
+    """The model under the settings' plans, or, unless the command line has others, under those of
+    the checkpoint that is resumed; None without plans. UserError: if it cannot have them."""
+    kept = (saved or {}).get('plans') if s.given.get('plans') != COMMAND_LINE else None
+    plans = of_checkpoint(kept, model.config) if kept else plans_of(s.plans, model.config)
+    if len(plans) == 1:
+        return None
+    if s.batch_size < len(plans):
+        raise UserError(f'batch_size={s.batch_size} is less than the {len(plans)} plans (with the '
+                        "model's own), each of which takes a part of every batch")
+    print('plans, in bytes of one sequence in bfloat16:', *table(plans), sep='\n  ')
+    return Elastic(model, plans)
+
+
+def move_to_device(model, elastic, s, ranks, dtype: torch.dtype, sharded: bool) -> None:
+    """Move the model to its device, or shard it, with recomputation and kernels as set, also for
+    its plans."""
     if not sharded:
         model.to(ranks.device)
-    set_recompute(model, s.recompute)
-    model.loss_fn = linear_cross_entropy if s.chunked_loss else None
-    model.attention_backend = s.attention_backend
+    for each in elastic.models if elastic else [model]:
+        set_recompute(each, s.recompute)
+        each.loss_fn = linear_cross_entropy if s.chunked_loss else None
+        each.attention_backend = s.attention_backend
     if sharded:
         fsdp.shard(model, ranks, dtype, s.compile)
     print(describe_attention(model, dtype, model.config.dropout))
     if wanted(s.dtype, s.compile, ranks.device):
-        speed_up(model)
+        for each in elastic.models if elastic else [model]:
+            speed_up(each)
         matmuls = ', matmuls in bfloat16' if dtype == torch.bfloat16 else ''
         unknown = unknown_field(model.config, 'fast')
         attention = f'attention in torch, for {unknown};' if unknown else 'attention,'

@@ -1,4 +1,5 @@
 """What a checkpoint holds of a run, and how a run goes on from it."""
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,7 +41,10 @@ def checkpoint_of(run) -> dict | None:
         weights[ckpt.HEAD] = weights[ckpt.EMBEDDING]  # one parameter, gathered twice
     if not run.ranks.main:
         return None
-    config = run.model.config
+    config, plans = run.model.config, {}
+    if run.elastic:
+        plans = {'plans': [{'changes': plan.changes, 'loss': loss} for plan, loss in
+                           itertools.zip_longest(run.elastic.plans, run.plan_losses)]}
     shape = {name: getattr(config, name) for name in MODEL}
     return {'model': weights, 'optimizer': moments, 'model_args': model_args(config),
             'iter_num': run.iter_num, 'best_val_loss': run.best_val_loss,
@@ -48,7 +52,7 @@ def checkpoint_of(run) -> dict | None:
             # beyond nanoGPT's keys: what an exact resume needs
             'scaler': run.scaler.state_dict(), 'rng': states, 'data_rng': run.batches.state,
             'holds_best': run.holds_best, 'skipped': int(run.update.counts[0]),
-            'launch': launch_id(), 'tokens': run.data.tokens, 'meta': run.data.alphabet}
+            'launch': launch_id(), 'tokens': run.data.tokens, 'meta': run.data.alphabet, **plans}
 
 
 def restore(run, saved: dict):

@@ -1,4 +1,5 @@
 """A training run as train.py steps through it: built or resumed, then stepped, evaluated, saved."""
+import functools
 import itertools
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import torch
 from common.errors import UserError
 from training.checkpoint.manager import CheckpointManager
 from training.device import autocast, device_name, memory_use
+from training.elastic.plans import table
 from training.loop.resume import checkpoint_of
 from training.parallel import fsdp
 from training.step.flops import achieved, peak_tflops
@@ -18,7 +20,9 @@ class Run:
     """A model in training, with its data, optimizer and counters, at the start of an iteration.
 
     Attributes:
-        model, compiled, trained: the GPT; compiled if s.compile; and that under DDP, if it is used.
+        model, compiled, trained: the GPT, or with plans the `Elastic` of it in its place; compiled
+            if s.compile; and that under DDP, if it is used.
+        elastic: None without plans. plan_losses: validation losses of its plans, the base's first.
         changed: whether settings differ from those that the model was trained with.
         path, origin: ckpt.pt, and the checkpoint to resume from.
         saved_at, holds_best: the iteration of the last checkpoint saved or resumed from (-1: none),
@@ -26,12 +30,13 @@ class Run:
         sequences, tokens_per_iter: of an iteration, of all processes.
     """
 
-    def __init__(self, s, ranks, data, batches, model, changed: bool, optimizer,
+    def __init__(self, s, ranks, data, batches, model, elastic, changed: bool, optimizer,
                  dtype: torch.dtype, origin: Path):
         self.s, self.ranks, self.device, self.dtype = s, ranks, ranks.device, dtype
         self.data, self.batches = data, batches
         self.model, self.changed, self.optimizer = model, changed, optimizer
-        self.compiled = self.trained = model
+        self.elastic, self.plan_losses = elastic, []
+        self.compiled = self.trained = elastic or model
         self.sharded = fsdp.used(s.parallel, ranks)
         self.autocast = autocast(self.device, dtype)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=dtype == torch.float16)
@@ -50,7 +55,7 @@ class Run:
         prepare(self.model, self.model.config.block_size)
         if not self.sharded:
             print('compiling the model... (takes a ~minute)')
-            self.compiled = self.trained = torch.compile(self.model)
+            self.compiled = self.trained = torch.compile(self.trained)
 
     def distribute(self) -> None:
         """Let each backward pass average the gradients of all processes (DDP)."""
@@ -84,24 +89,33 @@ class Run:
         """Return the mean loss of each split over fixed windows, divided among the ranks; None if a
         stop was requested."""
         self.compiled.eval()
-        means, n = {}, -(-self.s.eval_iters // self.ranks.world_size)  # batches per rank
-        for split in ('train', 'val'):
-            total = count = 0
-            batches = self.batches.evaluation(split, self.s.eval_iters, self.s.seed)
-            # sharded parameters are gathered by all ranks, or by none: a rank without a batch left
-            # evaluates another one that does not count
-            for _, batch in itertools.zip_longest(range(n), batches):
-                with self.autocast:
-                    loss = self.compiled(*(batch or self.batch))[1].item()
-                if batch:
-                    total, count = total + loss, count + 1
-                if self.ranks.any(stop) if self.sharded else stop:
-                    break
-            total, count, stopped = self.ranks.sum([total, count, float(bool(stop))])
-            if stopped:
-                return None
-            means[split] = total / count
-        return means
+        means = {split: self._mean_loss(self.compiled, split, stop) for split in ('train', 'val')}
+        if self.elastic:
+            plans = range(1, len(self.elastic.plans))
+            others = [self._mean_loss(functools.partial(self.elastic.under, i), 'val', stop)
+                      for i in plans]
+            self.plan_losses = [means['val'], *others]
+        return None if None in (*means.values(), *self.plan_losses) else means
+
+    def _mean_loss(self, model, split: str, stop) -> float | None:
+        total = count = 0
+        n = -(-self.s.eval_iters // self.ranks.world_size)  # batches per rank
+        batches = self.batches.evaluation(split, self.s.eval_iters, self.s.seed)
+        # sharded parameters are gathered by all ranks, or by none: a rank without a batch left
+        # evaluates another one that does not count
+        for _, batch in itertools.zip_longest(range(n), batches):
+            with self.autocast:
+                loss = model(*(batch or self.batch))[1].item()
+            if batch:
+                total, count = total + loss, count + 1
+            if self.ranks.any(stop) if self.sharded else stop:
+                break
+        total, count, stopped = self.ranks.sum([total, count, float(bool(stop))])
+        return None if stopped else total / count
+
+    def plan_lines(self) -> list[str]:
+        """A line a plan of an elastic model: its bytes and its validation loss."""
+        return table(self.elastic.plans, self.plan_losses) if self.plan_losses else []
 
     def step(self):
         """Run one iteration: forward and backward over this rank's micro-batches, clip, update.

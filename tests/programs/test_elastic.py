@@ -1,0 +1,148 @@
+"""The plan at which an elastic model runs: budgets, sample.py, and its checkpoints."""
+import json
+import random
+import signal
+
+import pytest
+import torch
+
+import sample
+from common.errors import UserError
+from common.gpt_config import GPTConfig
+from interop import convert
+from interop.choose import Budget, choose
+from kv import __main__ as plan_program
+from model import GPT
+from tests.programs.support import (
+    HARD, TINY, assert_same_weights, flags, load, losses, raise_signal, run_train)
+from training.checkpoint.file import config_of, load_checkpoint
+from training.checkpoint.load_model import model_of
+from training.elastic.plans import of_checkpoint, plans_of
+from training.elastic.step import Elastic
+
+PLANS = 'n_kv_head=1; layer_pattern=LG,window_size=4; n_kv_head=1,layer_pattern=LG,window_size=4'
+ROPE = dict(TINY, n_layer=4, pos_embedding='rope', qk_norm=True)
+
+
+@pytest.fixture(scope='module')
+def elastic(tmp_path_factory, data_root):
+    out = tmp_path_factory.mktemp('elastic') / 'out'
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr('train.DATA_ROOT', data_root)
+        run_train(out, ROPE, plans=PLANS)
+    return out
+
+
+def run_sample(out, **settings):
+    return sample.main(flags(dict(out_dir=out, device='cpu', num_samples=1, start='a', json=True)
+                             | settings))
+
+
+def test_a_budget_is_kept_and_no_better_plan_fits():
+    """200 random budgets of all forms, lengths, rows and dtypes."""
+    base = GPTConfig(n_layer=6, n_head=4, n_embd=32, block_size=64, vocab_size=23,
+                     pos_embedding='rope')
+    plans, rng, refused = plans_of('auto', base), random.Random(1), 0
+    for _ in range(200):
+        losses_ = [rng.choice((1.0, 1.1, 1.2, 1.3)) for _ in plans]
+        rows, tokens, kv_dtype = rng.randint(1, 4), rng.randint(1, 200), rng.choice(
+            ('float32', 'bfloat16', 'int8'))
+        at = f'@{rng.randint(1, 300)}'
+        form = rng.choice(('', '/token', at, f'/token{at}'))
+        budget = Budget.parse(f'{round(2 ** rng.uniform(4, 18))}{form}')
+        needed = []
+        for plan in plans:
+            T = int(form.partition('@')[2] or 64) if form else tokens
+            cache = GPT(plan.config).new_cache(1 if form else rows, T, kv_dtype)
+            needed.append(cache.nbytes / (T if '/token' in form else 1))
+        fitting = [loss for loss, n in zip(losses_, needed) if n <= budget.nbytes]
+        if not fitting:
+            refused += 1
+            with pytest.raises(UserError, match='less than the .* that the smallest plan'):
+                choose(plans, losses_, budget, rows, tokens, kv_dtype)
+            continue
+        i, line = choose(plans, losses_, budget, rows, tokens, kv_dtype)
+        assert needed[i] <= budget.nbytes and losses_[i] == min(fitting)
+        better = [n for n, loss in zip(needed, losses_) if loss < losses_[i]]
+        assert ('the next better one takes' in line) == bool(better)
+    assert 20 < refused < 150
+
+
+@pytest.mark.parametrize('text', ['', 'x', '64KB@', '64KB@0', '64KB/tokens', '64KB@5/token', '0'])
+def test_other_forms_of_a_budget_are_refused(text):
+    with pytest.raises(UserError, match='kv_budget='):
+        Budget.parse(text)
+
+
+def test_sample_runs_at_the_best_plan_within_the_budget(elastic, data_root, capsys):
+    config = config_of(load(elastic / 'ckpt.pt'), elastic)
+    plans = of_checkpoint(load(elastic / 'ckpt.pt')['plans'], config)
+    tokens = 1 + 30
+    for plan in plans:
+        budget = plan.nbytes(tokens, 'float32')
+        run_sample(elastic, kv_budget=str(budget), max_new_tokens=30)
+        out = capsys.readouterr().out
+        report = json.loads(out.splitlines()[-1])
+        assert report['kv_bytes'] <= budget and 'KV plan within' in out
+    with pytest.raises(UserError, match='is less than the .* that the smallest plan'):
+        run_sample(elastic, kv_budget='100', max_new_tokens=30)
+    run_sample(elastic, n_kv_head=1, max_new_tokens=30)  # by fields: also one without a budget
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report['kv_bytes'] == plans_of('n_kv_head=1', config)[1].nbytes(tokens, 'float32')
+
+
+def test_the_converted_checkpoint_of_a_plan_gives_the_elastic_models_logits(elastic, tmp_path):
+    """To the bit, by its budget and by its fields."""
+    saved = load_checkpoint(elastic / 'ckpt.pt')
+    base = model_of(saved, elastic).eval()
+    plans = of_checkpoint(saved['plans'], base.config)
+    whole, idx = Elastic(base, plans).eval(), torch.arange(12)[None] % 12
+    by_fields = [f'--{name}={value}' for name, value in plans[3].changes.items()]
+    smallest = f'--kv_budget={plans[3].nbytes()}'
+    for name, argument in (('a', [smallest]), ('b', by_fields)):
+        convert.main([str(elastic), str(tmp_path / name), *argument])
+        small = load_checkpoint(tmp_path / name / 'ckpt.pt')
+        logits = model_of(small, tmp_path).eval()(idx, idx)[0]
+        assert torch.equal(logits, whole.under(3, idx, idx)[0]) and 'plans' not in small
+
+
+def test_the_plans_of_a_run_are_listed(elastic, capsys):
+    plan_program.main([str(elastic)])
+    lines = capsys.readouterr().out.split('its plans')[1].splitlines()
+    assert [line.rpartition('  ')[2] for line in lines[1:5]][0] == 'base'
+    assert len([line for line in lines if 'val loss' in line]) == 4
+
+
+def test_a_run_with_plans_resumes_exactly_and_keeps_them(tmp_path, at_step, capsys):
+    run_train(tmp_path / 'whole', ROPE, plans=PLANS, **HARD)
+    at_step(7, raise_signal(signal.SIGTERM))
+    run_train(tmp_path / 'parts', ROPE, plans=PLANS, **HARD)
+    # the plans are the checkpoint's
+    run_train(tmp_path / 'parts', ROPE, init_from='resume', **HARD)
+    assert losses(tmp_path / 'parts') == losses(tmp_path / 'whole')
+    whole, parts = (load(tmp_path / name / 'ckpt.pt') for name in ('whole', 'parts'))
+    assert_same_weights(parts['model'], whole['model'])
+    assert whole['plans'] == parts['plans'] and len(whole['plans']) == 4
+    assert all(isinstance(each['loss'], float) for each in whole['plans'])
+    out = capsys.readouterr().out
+    assert out.count('x smaller  val loss') >= 4 * 3
+
+
+@pytest.mark.parametrize('settings, words', [
+    (dict(plans='n_kv_head=7'), 'n_kv_head'),
+    (dict(batch_size=3), 'batch_size=3 is less than the 4'),
+    (dict(parallel='fsdp'), "plans do not go with parallel='fsdp'")])
+def test_plans_that_cannot_be_trained_are_refused_before_anything_is_written(tmp_path, settings,
+                                                                             words):
+    with pytest.raises(UserError, match=words):
+        run_train(tmp_path / 'out', ROPE, **dict(plans=PLANS) | settings)
+    assert not (tmp_path / 'out').exists()
+
+
+def test_plans_without_losses_or_of_another_form_are_refused(elastic, tmp_path, capsys):
+    for plans, words in (([{'changes': {}, 'loss': None}] * 2, 'never evaluated'),
+                         (['x'], 'plans of the checkpoint are invalid')):
+        saved = load(elastic / 'ckpt.pt')
+        torch.save(saved | {'plans': plans}, tmp_path / 'ckpt.pt')
+        with pytest.raises(UserError, match=words):
+            run_sample(tmp_path, kv_budget='1MB')

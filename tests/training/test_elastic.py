@@ -1,0 +1,165 @@
+"""One training for several KV plans: what a step computes, and which plans there are."""
+import random
+
+import pytest
+import torch
+
+from common.errors import UserError
+from common.gpt_config import GPTConfig
+from interop.choose import at_plan
+from model import GPT
+from tests.helpers.models import feed, full_logits, max_gap, random_model, tokens
+from training.elastic.plans import Plan, in_order, made, of_checkpoint, plans_of, table
+from training.elastic.step import Elastic
+from training.native.modules import speed_up
+from training.step.loss import linear_cross_entropy
+
+BASE = GPTConfig(n_layer=6, n_head=4, n_embd=32, block_size=48, vocab_size=23, bias=True,
+                 pos_embedding='rope', qk_norm=True)
+PLANS = ('n_kv_head=1; layer_pattern=LLG,window_size=5;n_kv_head=2, layer_pattern=LLG, '
+         'window_pattern=5,9,0, window_size=5, share_global_kv=True')
+WHOLE = dict(kv_head_pattern='4,2', layer_pattern='LG', window_size=7, attn_gate=True,
+             attn_sink=True)
+
+
+def elastic(base=BASE, text=PLANS, dtype=torch.float64):
+    return Elastic(random_model(base, dtype), plans_of(text, base))
+
+
+def batch(n=8):
+    idx = tokens(n, 49)
+    return idx[:, :-1], idx[:, 1:]
+
+
+def test_plans_are_read_and_ordered_by_their_bytes():
+    plans = plans_of(PLANS, BASE)
+    assert [plan.changes for plan in plans] == [
+        {}, dict(layer_pattern='LLG', window_size=5), dict(n_kv_head=1),
+        dict(n_kv_head=2, layer_pattern='LLG', window_pattern='5,9,0', window_size=5,
+             share_global_kv=True)]
+    sizes = [plan.nbytes() for plan in plans]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] == 6 * 48 * 2 * 32 * 2
+    assert plans_of('', BASE) == [Plan({}, BASE)] == plans_of(' ; ', BASE)
+    assert of_checkpoint([{'changes': plan.changes} for plan in plans], BASE) == plans
+    lines = table(plans, [1.5] * 4)
+    assert lines[2].split() == ['9.22', 'kB', '4.0x', 'smaller', 'val', 'loss', '1.5000',
+                                'n_kv_head=1'] and len(lines) == 4
+
+
+@pytest.mark.parametrize('text, words', [
+    ('n_kv_head', 'field=value'), ('n_kv_head=one', 'takes int'), ('n_kv_head=3', 'n_kv_head.*3'),
+    ('n_embd=64', 'n_embd cannot change'), ('colour=red', 'colour cannot change'),
+    ('n_kv_head=2; n_kv_head=2', 'the same as'),
+    ('layer_pattern=LLG', 'window_size'), ('layer_pattern=X', 'layer_pattern')])
+def test_wrong_plans_are_refused_by_name(text, words):
+    with pytest.raises(UserError, match=words):
+        plans_of(text, BASE)
+
+
+def test_sharing_cannot_be_undone_by_a_plan():
+    shared = GPTConfig(**vars(BASE) | dict(layer_pattern='LG', window_size=5, kv_share='AB',
+                                           share_global_kv=True))
+    with pytest.raises(UserError, match='sharing can be added, not undone'):
+        made(dict(share_global_kv=False), shared)
+    for wrong in ([{'loss': 1.0}], [3], 7, [{'changes': 5}]):
+        with pytest.raises(UserError, match='plans of the checkpoint are invalid'):
+            of_checkpoint(wrong, BASE)
+
+
+@pytest.mark.parametrize('base', [
+    BASE, GPTConfig(n_layer=12, n_head=12, n_embd=48, block_size=1024),
+    GPTConfig(**vars(BASE) | dict(layer_pattern='LLG', window_size=9, n_kv_head=2))], ids=str)
+def test_auto_goes_down_in_bytes(base):
+    plans = plans_of('auto', base)
+    sizes = [plan.nbytes() for plan in plans]
+    assert 3 <= len(plans) <= 7 and sizes == sorted(set(sizes), reverse=True)
+    assert sizes[-1] <= sizes[0] / 4
+    assert all('L' in plan.config.layer_pattern for plan in plans
+               if plan.config.share_global_kv), 'or all memory would be of single tokens'
+
+
+@pytest.mark.parametrize('whole', [{}, WHOLE], ids=['base', 'mechanisms'])
+def test_a_step_is_the_mean_over_the_plans_of_their_parts(whole):
+    base = GPTConfig(**vars(BASE) | whole)
+    text = 'n_kv_head=1,kv_head_pattern=; kv_head_pattern=2,1' if whole else PLANS
+    model = elastic(base, text)
+    x, y = batch(9)
+    model.train()
+    loss = model(x, y)[1]
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.base.named_parameters()}
+    assert all(g is not None and g.abs().sum() > 0 for g in gradients.values())
+
+    parts = x.tensor_split(len(model.plans)), y.tensor_split(len(model.plans))
+    expected = sum(at_plan(model.base, plan).train()(a, b)[1] * len(a) / 9
+                   for plan, a, b in zip(model.plans, *parts))
+    assert abs(loss - expected) < 1e-12
+    name, step = 'transformer.h.5.attn.c_attn.weight', 1e-6
+    weight = model.base.get_parameter(name)
+    for i in (0, 40, len(weight) - 1):  # of a query, a key and a value
+        with torch.no_grad():
+            ends = []
+            for sign in (1, -1):
+                weight[i, 3] += sign * step
+                ends.append(model(x, y)[1].item())
+                weight[i, 3] -= sign * step
+        slope = (ends[0] - ends[1]) / (2 * step)
+        assert abs(slope - gradients[name][i, 3].item()) < 1e-6 * max(1, abs(slope))
+
+
+def test_the_extension_and_autocast_take_the_same_step():
+    plain, fast = (elastic(dtype=torch.float32) for _ in range(2))
+    for each in fast.models:
+        each.loss_fn = linear_cross_entropy
+        speed_up(each)
+    losses, gradients = [], []
+    for model in (plain, fast):
+        loss = model.train()(*batch())[1]
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append([p.grad for p in model.base.parameters()])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    for a, b in zip(*gradients):
+        assert max_gap(a, b) < 1e-4 * a.abs().max()
+    with torch.autocast('cpu', torch.bfloat16):
+        loss = fast(*batch())[1]
+    loss.backward()
+    assert loss.item() == pytest.approx(losses[0], rel=0.05)
+
+
+@torch.no_grad()
+def test_each_plan_gives_the_logits_of_its_own_model_also_through_a_cache():
+    """To the bit, and its cache has the plan's bytes."""
+    model, idx = elastic().eval(), tokens(2, 40)
+    for i, plan in enumerate(model.plans):
+        own = at_plan(model.base, plan).eval()
+        logits = model.under(i, idx, idx)[0]
+        assert torch.equal(logits, full_logits(own, idx)) and own.config == plan.config
+        cache = own.new_cache(2, 40, 'float32')
+        assert cache.nbytes == plan.nbytes(40, 'float32', batch=2)
+        assert max_gap(feed(own, cache, idx, [13, 1, 26]), logits) < 1e-5
+    assert torch.equal(model(idx, idx)[0], logits) is False  # in evaluation it is the base
+    assert torch.equal(model(idx, idx)[0], full_logits(model.base, idx))
+
+
+def test_a_batch_without_a_part_for_each_plan_is_refused():
+    with pytest.raises(UserError, match='batch_size=3 is less than the 4 plans'):
+        elastic().train()(*batch(3))
+
+
+def test_building_the_models_of_plans_uses_no_random_numbers_and_no_memory():
+    model = GPT(BASE)
+    plans, state = plans_of(PLANS, BASE), torch.get_rng_state()
+    made_of = Elastic(model, plans)
+    at_plan(model, plans[-1])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.is_meta for other in made_of.models[1:] for p in other.parameters())
+    assert dict(made_of.named_parameters()).keys() == {
+        f'base.{name}' for name, _ in model.named_parameters()}
+
+
+def test_in_order_keeps_the_base_first_even_if_a_plan_is_larger():
+    shuffled = plans_of(PLANS, BASE)
+    rest = shuffled[1:]
+    random.Random(3).shuffle(rest)
+    assert in_order([shuffled[0], *rest]) == shuffled

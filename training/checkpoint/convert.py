@@ -1,0 +1,62 @@
+"""The weights of a KV plan from those of a larger one: fewer K/V heads, windows, shared caches."""
+import dataclasses
+
+import torch
+
+from common.errors import UserError
+from common.gpt_config import GPTConfig, fields_with
+from kv.plan import KVPlan, plan_kv
+from kv.weights import c_attn_rows, shapes
+from training.checkpoint.adapt import check_forms, check_patterns
+
+# the settings that may change
+MEMORY = fields_with('trained', 'memory', 'pooled')
+
+
+def convert_weights(weights: dict, old: GPTConfig, new: GPTConfig) -> dict:
+    """Convert the weights of `old` (nanoGPT's names; not modified) to those of `new`, which differs
+    only in the settings in MEMORY. UserError: if `check_conversion` raises it."""
+    check_conversion(old, new)
+    after = plan_kv(new)
+    return converted(weights, plan_kv(old), after, shapes(new, after).keys())
+
+
+def converted(weights: dict, before: KVPlan, after: KVPlan, names) -> dict:
+    """The weights `names` of plan `after`, as differentiable functions of those of plan `before`:
+    K/V heads are the means of their groups (GQA, Ainslie et al. 2023), and a layer that only reads
+    K and V has the rows of its queries."""
+    out = dict(weights)
+    for was, now in zip(before.layers, after.layers):
+        slot, n_kv_head = before.slots[was.slot], after.slots[now.slot].n_kv_head
+        groups = n_kv_head, slot.n_kv_head // n_kv_head, -1
+        prefix = f'transformer.h.{now.index}.attn.'
+        for name in (prefix + 'c_attn.weight', prefix + 'c_attn.bias'):
+            if name in weights and was.owns:
+                q, *kv = weights[name].split(c_attn_rows(before, was))
+                # (heads * D, ...) -> (new heads * D, ...): the mean over each group of heads
+                pooled = [x.unflatten(0, groups).mean(1).flatten(0, 1) for x in kv if now.owns]
+                out[name] = torch.cat([q, *pooled])
+    return {name: x for name, x in out.items() if name in names}
+
+
+def check_conversion(old: GPTConfig, new: GPTConfig) -> None:
+    """Raise UserError if a setting not in MEMORY differs, K/V heads cannot be pooled evenly, or a
+    layer would own K and V that it was trained without or in another form."""
+    for f in dataclasses.fields(GPTConfig):
+        was, now = getattr(old, f.name), getattr(new, f.name)
+        if f.name not in MEMORY and f.name != 'dropout' and was != now:
+            raise UserError(f'{f.name}={now!r}, but the weights have {f.name}={was!r}: a '
+                            f'conversion can change {", ".join(MEMORY)}')
+    check_patterns(new, [name for name in MEMORY if getattr(old, name) != getattr(new, name)])
+    before, after = plan_kv(old), plan_kv(new)
+    check_forms(before, after)
+    for was, now in zip(before.layers, after.layers):
+        if now.owns and not was.owns:
+            raise UserError(f'layer {now.index} would need K and V of its own, but was trained to '
+                            f'use those of layer {before.slots[was.slot].owner}: sharing can be '
+                            'added, not undone')
+        had, has = (plan.slots[layer.slot].n_kv_head for plan, layer in
+                    ((before, was), (after, now)))
+        if now.owns and had % has:
+            raise UserError(f'n_kv_head={has}: the {had} K/V heads of layer {now.index} cannot be '
+                            'pooled evenly into that number')
