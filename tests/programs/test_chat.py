@@ -55,7 +55,7 @@ def test_turns_are_kept_and_continued(talk):
 @pytest.mark.parametrize('errors', ['strict', 'surrogateescape'])  # depends on the locale
 def test_bytes_that_are_not_utf8_are_replacement_characters(monkeypatch, tmp_path, errors):
     """And a reply that is only the token for its end is empty."""
-    monkeypatch.setattr(chat, 'load', lambda s: (*ending(), ''))
+    monkeypatch.setattr(chat, 'load', lambda *_: (*ending(), ''))
     monkeypatch.setattr(chat, 'with_newest_run', lambda s: s)
     lines = io.BytesIO(b'\xef\xbb\xbfcaf\xe9\nho\n')  # a byte order mark
     monkeypatch.setattr('sys.stdin', io.TextIOWrapper(lines, 'utf-8', errors))

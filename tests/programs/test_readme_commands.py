@@ -14,7 +14,9 @@ NOT_TRACKED = shutil.ignore_patterns('.git', '.venv*', 'out*', 'runs', '__pycach
                                      '*.egg-info', '.lock')
 COMMANDS = ['make demo', 'make test', 'source .venv/bin/activate', 'python sample.py',
             'python sample.py --watch=True', 'python chat.py', 'python -m kv out-mqa-local',
-            'python data/text/prepare.py --input=book.txt --tokenizer=bpe:1024']
+            'python data/text/prepare.py --input=book.txt --tokenizer=bpe:1024',
+            'python train.py config/train_rope_mha.py --plans=auto',
+            'python sample.py out-rope-mha --kv_budget=64KB']
 MESSAGES = [f'What say you to {name} the {n}th, good my lady?'
             for name in ('Henry', 'Edward', 'Louis', 'Charles') for n in range(4, 14)]
 
@@ -75,8 +77,13 @@ def test_they_run_one_after_another(shell):
     assert all(f'ROMEO.\n{message}\n\nJULIET.\n' in history for message in MESSAGES)
 
     (shell.checkout / 'book.txt').write_text((ROOT / 'README.md').read_text() * 3)
-    line = shell(COMMANDS[-1]).splitlines()[-1]
+    *_, prepare, train, sample = COMMANDS
+    line = shell(prepare).splitlines()[-1]
     command = line[line.index('python train.py config/train_text.py'):]
-    shell(f'{command} --max_iters=20 --eval_interval=10 --eval_iters=2')
+    few = '--max_iters=20 --eval_interval=10 --eval_iters=2'
+    shell(f'{command} {few}')
+
+    assert len(re.findall('smaller  val loss', shell(f'{train} {few}'))) == 3 * 7
+    assert 'KV plan within 64 kB' in shell(sample)
     assert 'Using out-text, the newest run here (others: out-mqa-local)\n' in shell(
         'python sample.py --num_samples=1 --max_new_tokens=50')
