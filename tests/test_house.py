@@ -34,7 +34,7 @@ BUDGETS = {
     'attention/': 772,  # without the core, like kv/
     'kv/': 1_107,
     'data/': 1_889,
-    'common/ config/ configurator.py': 1_809,
+    'common/ config/ configurator.py': 1_856,
     'tests/': 21_692,
 }
 house = pytest.mark.house
