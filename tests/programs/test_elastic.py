@@ -1,6 +1,7 @@
 """The plan at which an elastic model runs: budgets, sample.py, and its checkpoints."""
 import json
 import random
+import re
 import signal
 
 import pytest
@@ -126,6 +127,20 @@ def test_a_run_with_plans_resumes_exactly_and_keeps_them(tmp_path, at_step, caps
     assert all(isinstance(each['loss'], float) for each in whole['plans'])
     out = capsys.readouterr().out
     assert out.count('x smaller  val loss') >= 4 * 3
+
+
+def test_a_trained_model_becomes_elastic(tmp_path, capsys):
+    """Resumed with plans: at its first iteration they are the base, cut; later they are better."""
+    run_train(tmp_path, ROPE, optimizer='muon')
+    run_train(tmp_path, ROPE, optimizer='muon', plans=PLANS, init_from='resume', max_iters=60,
+              lr_decay_iters=60, eval_interval=20)
+    found = re.findall(r'val loss (\d\.\d+)  (.*)', capsys.readouterr().out)
+    cut, *_, last = [dict((name, float(n)) for n, name in found[i:i + 4])
+                     for i in range(0, len(found), 4)]
+    assert len(cut) == 4 and all(last[name] < cut[name] for name in cut)
+    run_train(tmp_path, ROPE, optimizer='muon', init_from='resume', plans='n_kv_head=1',
+              max_iters=61)  # others on the command line
+    assert len(load(tmp_path / 'ckpt.pt')['plans']) == 2
 
 
 @pytest.mark.parametrize('settings, words', [
