@@ -1,10 +1,9 @@
 """A GPT that is trained under several KV plans at once."""
 import torch
 from torch import nn
-from torch.func import functional_call
 
 from common.errors import UserError
-from kv.weights import shapes
+from kv.weights import EMBEDDING, HEAD, shapes
 from model import GPT
 from training.checkpoint.convert import converted
 from training.elastic.plans import Plan
@@ -17,7 +16,8 @@ class Elastic(nn.Module):
     In evaluation it is the base. Raises UserError for a batch of fewer sequences than plans.
     (Slimmable networks, Yu and Huang 2019, nest widths in this way.)
 
-    plans: the base's first. Their models, `models`, have no weights of their own.
+    plans: the base's first. models: theirs, whose weights are the base's own or made of them anew
+    for each forward pass; they stay until the next one, since recomputation reads them again.
     """
 
     def __init__(self, base: GPT, plans: list[Plan]):
@@ -27,19 +27,26 @@ class Elastic(nn.Module):
             others = [GPT(plan.config) for plan in plans[1:]]
         self.models = (base, *others)  # a tuple: they are no submodules
         self.names = [shapes(model.config, model.plan).keys() for model in self.models]
+        for i in range(1, len(plans)):
+            put(self.models[i], self.weights(i))
 
     def train(self, mode: bool = True):
         for model in self.models:
             model.train(mode)
         return super().train(mode)
 
+    def weights(self, i: int) -> dict:
+        """The weights of plan i, of which those that are the base's own are the same objects."""
+        found = converted(dict(self.base.named_parameters()), self.base.plan, self.models[i].plan,
+                          self.names[i])
+        return found | {HEAD: found[EMBEDDING]}
+
     def under(self, i: int, idx, targets=None):
         """Logits and loss of plan i, as the base's `forward` returns them."""
-        if i == 0:
-            return self.base(idx, targets)
-        weights = converted(dict(self.base.named_parameters()), self.base.plan,
-                            self.models[i].plan, self.names[i])
-        return functional_call(self.models[i], weights, (idx, targets))
+        if i:
+            put(self.models[i], {name: x for name, x in self.weights(i).items()
+                                 if not isinstance(x, nn.Parameter)})
+        return self.models[i](idx, targets)
 
     def forward(self, idx, targets):
         if not self.training:
@@ -50,5 +57,17 @@ class Elastic(nn.Module):
         loss = 0
         for i, (x, y) in enumerate(zip(idx.tensor_split(len(self.plans)),
                                        targets.tensor_split(len(self.plans)))):
+            if not torch.compiler.is_compiling():
+                # recomputation casts all weights again, also those that another plan has cast
+                torch.clear_autocast_cache()
             loss = loss + self.under(i, x, y)[1] * (len(x) / len(idx))
         return None, loss
+
+
+def put(model: nn.Module, weights: dict) -> None:
+    """Let the modules use these tensors as their weights."""
+    for name, x in weights.items():
+        path, _, attribute = name.rpartition('.')
+        module = model.get_submodule(path)
+        module._parameters.pop(attribute, None)
+        setattr(module, attribute, x)
