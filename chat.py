@@ -32,6 +32,7 @@ from common.terminal import visible
 from engine.text.dialogue import Dialogue, Template, longest_context, speakers
 from engine.engine import Engine
 from engine.requests.params import SamplingParams, encodable, sample_seed
+from interop.choose import paged
 from interop.load import load, with_newest_run
 
 
@@ -46,8 +47,8 @@ class Settings(Talking, Sampling, Running):
     prefix_budget: str = key('256MB', 'host memory for the K/V of earlier turns')
 
 
-def conversation_length(s, model) -> int:
-    return s.max_seq_len or longest_context(model.config)
+def conversation_length(s, config) -> int:
+    return s.max_seq_len or longest_context(config)
 
 
 class Chat:
@@ -59,7 +60,7 @@ class Chat:
         # the alphabet may lack some characters: fail now, not after the first turn
         for name in (s.user, s.reply_as):
             tokenizer.encode(self.dialogue.template.head(name) + self.dialogue.template.end)
-        max_seq_len = conversation_length(s, model)
+        max_seq_len = conversation_length(s, model.config)
         self.longest = min(s.max_new_tokens, max_seq_len // 2)  # of a reply
         self.params = SamplingParams(self.longest, s.temperature, s.top_k, s.top_p, seed=s.seed,
                                      stop=(self.dialogue.template.end,))
@@ -207,7 +208,8 @@ def talk(chat) -> None:
 
 def main(argv=None):
     s = with_newest_run(configurator.parse(Settings, argv, usage=__doc__))
-    model, tokenizer, dataset = load(s, lambda model, _: (1, conversation_length(s, model)))
+    model, tokenizer, dataset = load(
+        s, lambda config, _: (1, conversation_length(s, config)), paged)
     user, reply_as = speakers(s, dataset)
     # bytes that are not UTF-8 can come from the command line
     s = replace(s, user=encodable(user), reply_as=encodable(reply_as), turn=encodable(s.turn))

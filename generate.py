@@ -66,10 +66,10 @@ def draw_without_waiting(probs: torch.Tensor, generator=None) -> torch.Tensor:
     return (probs / noise).argmax(-1, keepdim=True)
 
 
-def cache_length(model, n_prompt: int, max_new_tokens: int) -> int:
+def cache_length(config, n_prompt: int, max_new_tokens: int) -> int:
     """Number of positions that a cache needs; n_prompt is the length of the longest prompt."""
     total = n_prompt + max_new_tokens
-    return total if model.rotary is not None else min(total, model.config.block_size)
+    return total if config.pos_embedding == 'rope' else min(total, config.block_size)
 
 
 class Generation:
@@ -103,7 +103,8 @@ class Generation:
         self.limit = model.config.block_size if model.rotary is None else None
         if cache is None and any(self._fits(n) for n in self.prompt_lens):
             longest = max(self.prompt_lens)
-            cache = model.new_cache(len(self.prompts), cache_length(model, longest, max_new_tokens))
+            length = cache_length(model.config, longest, max_new_tokens)
+            cache = model.new_cache(len(self.prompts), length)
         self.cache, self.decode = cache, decode
         self.finished = [False] * len(self.prompts)
         self.made = []                                                # one (B, 1) per step

@@ -37,12 +37,11 @@ from engine.requests.stopping import SampleText, parse_stops
 from engine.steps.captured import MIN_CAPTURED
 from engine.steps.decode import fast_decode
 from engine.text.lanes import watchable, watching
-from engine.text.many import (
-    complete, fitted, json_lines, longest_of, make_engine, show_many)
+from engine.text.many import complete, fitted, json_lines, make_engine, show_many
 from engine.text.prompts import encode_lines, encode_prompt, read_lines, read_start
 from engine.weights.quantize import weight_bytes, weights_dtype
 from generate import Generation, cache_length
-from interop.choose import Budget, check_budget
+from interop.choose import Budget, paged
 from interop.load import load, with_newest_run
 from kv.counts import prefill_flops
 from kv.console import output
@@ -95,15 +94,14 @@ def sample_start(s):
     watch = s.watch and watchable()
     parallel = 1 if watch else s.parallel
     rows = min(parallel, s.num_samples)
-    model, tokenizer, _ = load(with_newest_run(s), lambda model, tokenizer: (rows, cache_length(
-        model, len(encode_prompt(tokenizer, *start)), s.max_new_tokens)))
+    model, tokenizer, _ = load(with_newest_run(s), lambda config, tokenizer: (rows, cache_length(
+        config, len(encode_prompt(tokenizer, *start)), s.max_new_tokens)))
     generators = sample_generators(s.seed, s.num_samples, model.device)
     prompt = encode_prompt(tokenizer, *start)
     print_notes(s, model, len(prompt))
 
     batches, cache = [], None
-    max_seq_len = cache_length(model, len(prompt), s.max_new_tokens)
-    check_budget(s, model.config, rows, max_seq_len, model.resolved_kv_dtype(s.kv_dtype))
+    max_seq_len = cache_length(model.config, len(prompt), s.max_new_tokens)
     for k in range(0, s.num_samples, parallel):
         batch = generators[k:k + parallel]
         if cache is None or cache.batch_size != len(batch):  # the last batch may be smaller
@@ -207,8 +205,9 @@ def sample_prompts(s, write):
     budget = Budget.parse(s.kv_budget).total if s.kv_budget else 0
     prefixes = parse_bytes(s.prefix_budget, 'prefix_budget') if s.prefix_budget else 0
     params, lines = sampling_params(s), read_lines(s.prompts)
-    model, tokenizer, _ = load(with_newest_run(s), lambda model, tokenizer: (
-        s.parallel, longest_of(model, encode_lines(tokenizer, lines), s.max_new_tokens)))
+    model, tokenizer, _ = load(with_newest_run(s), lambda config, tokenizer: (
+        s.parallel, cache_length(config, max([0, *(len(line.ids) for line in encode_lines(
+            tokenizer, lines))]), s.max_new_tokens)), paged, engine=True)
     budget = budget or total_memory(model.device) // 2
     lines = fitted(model, encode_lines(tokenizer, lines), s.max_new_tokens, budget, s.kv_dtype)
     if any(0 < line.max_new_tokens < s.max_new_tokens for line in lines):

@@ -27,7 +27,7 @@ from engine.steps.captured import CapturedDecode
 from engine.text.dialogue import Template, longest_context, speakers
 from engine.engine import Engine
 from engine.steps.prepare import prepare
-from interop.choose import Budget
+from interop.choose import Budget, paged
 from interop.load import load, with_newest_run
 from serving.api import Service
 from serving.worker import Worker, most_choices
@@ -131,8 +131,8 @@ def main(argv=None):
     keys = read_keys(s.api_key_file, os.environ)
     sock = bind(s.host, s.port)  # before anything slow
     s = with_newest_run(s)
-    model, tokenizer, dataset = load(s, lambda model, _: (
-        s.parallel, s.max_seq_len or longest_context(model.config)))
+    model, tokenizer, dataset = load(s, lambda config, _: (
+        s.parallel, s.max_seq_len or longest_context(config)), paged, engine=True)
     user, reply_as = speakers(s, dataset)
     s = replace(s, user=user, reply_as=reply_as)
     engine, service = make_service(s, model, tokenizer, dataset)

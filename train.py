@@ -232,6 +232,7 @@ def report(run, log, loss, lr, losses, clock):
     updates = run.update.read()
     log.skipped(updates)
     evaluated = {f'{split}_loss': each for split, each in losses.items()}
+    evaluated |= {f'plan_{i}_loss': loss for i, loss in enumerate(run.plan_losses) if losses}
     log.stepped(run.iter_num, evaluated, loss=loss, lr=lr, time_ms=dt * 1000,
                 tokens_per_second=tokens_per_second, **run.metrics(updates, dt))
 

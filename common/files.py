@@ -5,12 +5,15 @@ Nothing here follows such a link to write: a new file replaces it (`replacing`),
 changed in place has to be a regular one (`regular_only`). Only regular files of a limited size are
 read (`read_bytes`).
 """
+import atexit
 import contextlib
 import errno
 import json
 import os
+import shutil
 import stat
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,7 +120,7 @@ def private_folder(folder: Path) -> None:
         path.mkdir(0o700, exist_ok=True)
     status = folder.stat()
     if os.name == 'posix' and (status.st_uid != os.geteuid() or status.st_mode & 0o022):
-        raise PermissionError(errno.EPERM, f'other users can change {folder}')
+        raise PermissionError(errno.EPERM, f'other users can change {folder}: chmod go-w')
 
 
 def user_cache() -> Path:
@@ -130,14 +133,18 @@ def user_cache() -> Path:
 def use_own_compiler_cache() -> None:
     """Let torch.compile and Triton keep their programs in a private folder, unless the environment
     names another. torch's default is in /tmp under a name that any other user can create first, and
-    Triton's has the mode of the umask. If there cannot be one, a note says so."""
+    Triton's has the mode of the umask. If there cannot be one, a note says so, and it is a new one
+    for this process."""
     folders = {'TORCHINDUCTOR_CACHE_DIR': '', 'TRITON_CACHE_DIR': 'triton'}
     unset = [name for name in folders if not os.environ.get(name)]
+    if not unset:
+        return
     folder = user_cache() / 'inductor'
     try:
         private_folder(folder)
     except OSError as e:
         print(f'Note: what is compiled is not kept in {folder} ({e.strerror})', file=sys.stderr)
-        return
+        folder = Path(tempfile.mkdtemp(prefix='nanokv-'))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for name in unset:
         os.environ[name] = str(folder / folders[name])

@@ -56,6 +56,8 @@ def _compiled(source: Path, folder: Path) -> Path:
     inputs = [compiler, *FLAGS, _processor(), *(path.read_text() for path in sources)]
     name = hashlib.sha256('\0'.join(inputs).encode()).hexdigest()[:16]
     path = folder / f'{name}.so'
+    if path.is_file():
+        return path
     with FileLock(folder.with_suffix('.lock')):
         if not path.is_file():
             _compile(compiler, source, path)

@@ -1,13 +1,15 @@
 """The plan at which an elastic model runs: the one of least validation loss within a KV budget."""
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from common.errors import UserError
-from common.gpt_config import GPTConfig
 from common.settings import COMMAND_LINE
 from common.sizes import nice_bytes, parse_bytes
+from engine.pages.cache import PAGE_SIZE
+from engine.pages.page_table import page_nbytes, rows_nbytes
 from model import GPT
 from training.checkpoint.convert import MEMORY, convert_weights
 from training.elastic.plans import Plan, made, of_checkpoint
@@ -37,69 +39,84 @@ class Budget:
         """Bytes of the program's whole cache; 0 if the budget is of a sequence."""
         return 0 if self.per_token or self.length else self.nbytes
 
-    def needed(self, plan: Plan, rows: int, tokens: int, kv_dtype: str) -> float:
-        """What a plan takes of this budget in a program with `rows` sequences of `tokens`."""
+    @property
+    def text(self) -> str:
+        return nice_bytes(self.nbytes) + self.unit
+
+    @property
+    def unit(self) -> str:
+        return '/token' if self.per_token else ''
+
+    def needed(self, plan: Plan, kv_dtype: str, whole: Callable[[Plan], int]) -> float:
+        """What a plan takes of this budget. whole: plan -> bytes of the program's whole cache."""
         if self.total:
-            return plan.nbytes(tokens, kv_dtype, rows)
+            return whole(plan)
         length = self.length or plan.config.block_size
-        return plan.nbytes(length, kv_dtype) / (length if self.per_token else 1)
+        return plan.nbytes(1, length, kv_dtype) / (length if self.per_token else 1)
 
 
-def choose(plans: list[Plan], losses: list[float], budget: Budget, rows: int, tokens: int,
-           kv_dtype: str) -> tuple[int, str]:
-    """Return the index of the plan of least loss within the budget, and a line about it. UserError:
-    if the smallest plan is larger."""
-    needed = [budget.needed(plan, rows, tokens, kv_dtype) for plan in plans]
-    unit = '/token' if budget.per_token else ''
-    words = [f'{nice_bytes(n)}{unit}, validation loss {loss:.4f} ({plan.name})'
+def paged(plan: Plan, rows: int, tokens: int, kv_dtype: str) -> int:
+    """Bytes of an engine's cache for `rows` sequences of `tokens` at a plan."""
+    pages = rows * -(-tokens // PAGE_SIZE)
+    return (rows_nbytes(plan.kv, rows, tokens, kv_dtype)
+            + pages * page_nbytes(plan.kv, PAGE_SIZE, kv_dtype))
+
+
+def choose(plans: list[Plan], losses: list[float], budget: Budget,
+           needed: list[float]) -> tuple[int, str]:
+    """Return the index of the plan of least loss within the budget, and a line about it. needed:
+    what each plan takes of it. UserError: if the smallest plan takes more."""
+    words = [f'{nice_bytes(n)}{budget.unit}, validation loss {loss:.4f} ({plan.name})'
              for n, loss, plan in zip(needed, losses, plans)]
     fitting = [i for i, n in enumerate(needed) if n <= budget.nbytes]
     if not fitting:
         least = min(range(len(plans)), key=needed.__getitem__)
-        raise UserError(f'kv_budget={nice_bytes(budget.nbytes)}{unit} is less than the '
-                        f'{nice_bytes(needed[least])}{unit} that the smallest plan of the model '
-                        f'takes ({plans[least].name})')
+        raise UserError(f'kv_budget={budget.text} is less than the smallest plan of the model '
+                        f'takes here: {words[least]}')
     best = min(fitting, key=losses.__getitem__)
     better = [i for i, loss in enumerate(losses) if loss < losses[best]]
     larger = min(better, key=needed.__getitem__, default=None)
     more = '' if larger is None else f'; the next better one takes {words[larger]}'
-    return best, f'KV plan within {nice_bytes(budget.nbytes)}{unit}: {words[best]}{more}'
+    return best, f'KV plan within {budget.text}: {words[best]}{more}'
 
 
-def plan_of(checkpoint: dict, base: GPTConfig, s, size, kv_dtype: str) -> Plan:
+def plan_of(checkpoint: dict, base, s, kv_dtype: str, whole: Callable[[Plan], int],
+            engine: bool = False) -> Plan:
     """Return the plan at which the settings run the model of a checkpoint: that of the memory
     fields on the command line, else the one within `s.kv_budget`, else the base. Prints a line
     about a choice.
 
-    size: () -> the (rows, tokens) of the cache that the program allocates. kv_dtype: of K and V.
-    UserError: if the weights cannot make that plan, or none fits.
+    base: the model's config. whole: plan -> bytes of the program's whole cache, with K and V in
+    kv_dtype. engine: it has an engine of many rows, which stays within a budget of its whole cache
+    by having fewer pages. UserError: if the weights cannot make that plan, or it takes more.
     """
-    saved = checkpoint.get('plans')
+    budget = Budget.parse(s.kv_budget) if s.kv_budget else None
+    plans, losses = of_checkpoint(checkpoint.get('plans'), base)
     fields = {name: value for name, value in s.given_fields().items()
               if name in MEMORY and s.given[name] == COMMAND_LINE}
-    if saved and fields:
-        return made(fields, base)
-    if not saved or not s.kv_budget:
-        return made({}, base)
-    plans, losses = of_checkpoint(saved, base), [each['loss'] for each in saved]
-    if not all(isinstance(loss, float) for loss in losses):
-        raise UserError('the plans of this model were never evaluated: train it further')
-    best, line = choose(plans, losses, Budget.parse(s.kv_budget), *size(), kv_dtype)
-    print(line)
-    return plans[best]
-
-
-def check_budget(s, config: GPTConfig, rows: int, tokens: int, kv_dtype: str) -> None:
-    """Raise UserError if the cache of a model takes more than `s.kv_budget`."""
-    if s.kv_budget:
-        choose([made({}, config)], [0.0], Budget.parse(s.kv_budget), rows, tokens, kv_dtype)
+    if budget and len(plans) > 1 and not fields:
+        if None in losses:
+            raise UserError('the plans of this model were never evaluated: train it further')
+        needed = [budget.needed(plan, kv_dtype, whole) for plan in plans]
+        best, line = choose(plans, losses, budget, needed)
+        print(line)
+        return plans[best]
+    plan = made(fields, base) if len(plans) > 1 else plans[0]
+    takes = budget.needed(plan, kv_dtype, whole) if budget else 0
+    if budget and takes > budget.nbytes and not (engine and budget.total):
+        raise UserError(f'kv_budget={budget.text} is less than the {nice_bytes(takes)}'
+                        f'{budget.unit} that the model takes here')
+    return plan
 
 
 def at_plan(model: GPT, plan: Plan) -> GPT:
-    """The model with a plan's memory, and its weights under that. It uses no random numbers."""
+    """The model with a plan's memory, and its weights under that, which are the model's own where
+    they are the same. It uses no random numbers."""
     if plan.config == model.config:
         return model
-    with torch.random.fork_rng([]):
-        smaller = GPT(plan.config).to(model.dtype)
-    smaller.load_state_dict(convert_weights(model.state_dict(), model.config, plan.config))
+    with torch.device('meta'):
+        smaller = GPT(plan.config)
+    weights = convert_weights(model.state_dict(), model.config, plan.config)
+    smaller.load_state_dict(weights, assign=True)
+    smaller.transformer.wte.weight = smaller.lm_head.weight  # assigned apart
     return smaller

@@ -58,6 +58,21 @@ def convert_checkpoint(source: Path, changes: dict) -> dict:
                           tokens=saved.get('tokens', ''), meta=saved.get('meta'))
 
 
+def within_budget(source: Path, s) -> dict:
+    """Return the changes of the best plan within `s.kv_budget`. UserError: if the model has none
+    that is smaller than itself, or the command line has memory fields, too."""
+    saved = load_checkpoint(source)
+    typed = [name for name in s.given_fields() if s.given[name] == COMMAND_LINE]
+    if 'plans' not in saved or typed:
+        why = f'it does not go with {", ".join(typed)}' if typed else f'{source} has no plans'
+        raise UserError(f'kv_budget={s.kv_budget!r}: {why}')
+    base = config_of(saved, source)
+    plan = plan_of(saved, base, s, s.kv_dtype, lambda plan: plan.nbytes(kv_dtype=s.kv_dtype))
+    if not plan.changes:
+        raise UserError(f'kv_budget={s.kv_budget!r}: the model itself is the best plan within it')
+    return plan.changes
+
+
 def new_checkpoint(model: GPT, config: GPTConfig, settings: dict, **more) -> dict:
     """A checkpoint at iteration 0 without optimizer state. settings: train.py's, but defaults."""
     return {'model': model.state_dict(), 'optimizer': {'state': {}, 'param_groups': []},
@@ -79,10 +94,7 @@ def main(argv=None):
     changes = {name: value for name, value in s.given_fields().items()
                if name in (*MEMORY, 'dropout') or s.given[name] == COMMAND_LINE}
     if s.kv_budget:
-        saved = load_checkpoint(source)
-        base = config_of(saved, source)
-        plan = plan_of(saved, base, s, lambda: (1, base.block_size), s.kv_dtype)
-        changes = plan.changes | changes
+        changes = within_budget(source, s)
     if not changes:
         raise UserError(f'nothing to change: give one or more of {", ".join(MEMORY)}')
     checkpoint = convert_checkpoint(source, changes)

@@ -19,18 +19,21 @@ from interop.huggingface import noted_source
 from interop.tokenizer_files import tokenizer_in
 from model import GPT
 from training.checkpoint.adapt import keep_trained
+from training.checkpoint.convert import MEMORY
 from training.checkpoint.file import tokens_id
 from training.checkpoint.manager import checkpoint_in, load_to_resume
 from training.device import pick_device, pick_dtype
+from training.elastic.plans import Plan
 from training.checkpoint.load_model import model_of
 
 
-def load(s, size=None):
+def load(s, size=None, cache=Plan.nbytes, engine=False):
     """Return the model given by the settings of sample.py, chat.py or serve.py, ready to run, its
     tokenizer, and the name of the data set that it was trained on ('' = unknown).
 
-    size: (model, tokenizer) -> (rows, tokens) of the cache that the program will allocate, for
-    which an elastic model has the plan within `s.kv_budget`; None = its largest.
+    size: (config, tokenizer) -> the (rows, tokens) of the cache that the program will allocate, of
+    `cache(plan, rows, tokens, kv_dtype)` bytes: an elastic model runs at its best plan for which
+    that is within `s.kv_budget`. None = at the largest. engine: see `plan_of`.
 
     The global random generator is seeded just before the model is built and used for nothing else:
     sample 0 continues from that state, as in nanoGPT. UserError: if the device, model or data set
@@ -54,12 +57,16 @@ def load(s, size=None):
     if tokenizer is None:
         tokenizer = tokenizer_of(dataset, model.config.vocab_size, known, DATA_ROOT, stored)
     dtype = pick_dtype(s.dtype, device)
+    base = model
     if size:
         stored_in = str(dtype).removeprefix('torch.') if s.kv_dtype == 'auto' else s.kv_dtype
-        plan = plan_of(checkpoint or {}, model.config, s, lambda: size(model, tokenizer), stored_in)
-        model = at_plan(model, plan)
+        plan = plan_of(checkpoint or {}, base.config, s, stored_in, lambda plan: cache(
+            plan, *size(plan.config, tokenizer), stored_in), engine)
+        model = at_plan(base, plan)
     if s.init_from != 'random':
-        keep_trained(s, model.config)
+        chosen = MEMORY if model is not base else ()
+        given = {name: source for name, source in s.given.items() if name not in chosen}
+        keep_trained(replace(s, given=given), base.config)
     native.use(s.native)
     model = model.eval().to(device, dtype)
     quantize_weights(model, s.weight_dtype, s.int4_group)

@@ -172,8 +172,8 @@ def saved_config(path: Path) -> tuple[GPTConfig, list[str]]:
     except Exception:  # cannot be memory-mapped; if damaged, the loader says so
         saved = load_checkpoint(path)
         config = config_of(saved, path)
-    known = saved.get('plans')
-    return config, table(of_checkpoint(known, config), [p['loss'] for p in known]) if known else []
+    plans, losses = of_checkpoint(saved.get('plans'), config)
+    return config, table(plans, losses) if len(plans) > 1 else []
 
 
 if __name__ == '__main__':

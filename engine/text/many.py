@@ -42,12 +42,6 @@ def fitted(model, lines: list[PromptLine], max_new_tokens: int, budget: int,
     return [line if line.error else fit(line) for line in lines]
 
 
-def longest_of(model, lines: list[PromptLine], max_new_tokens: int) -> int:
-    """Return the positions that the longest line needs in a cache."""
-    longest = max((len(line.ids) for line in lines if not line.error), default=0) + max_new_tokens
-    return longest if model.rotary is not None else min(longest, model.config.block_size)
-
-
 def make_engine(model, tokenizer, lines: list[PromptLine], num_samples: int, rows: int, budget: int,
                 kv_dtype: str, prefix_budget: int = 0, captured: bool = True) -> Engine:
     """Make an engine that fits the longest line without an error. rows: concurrent requests; 0 = up

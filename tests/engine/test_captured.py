@@ -170,7 +170,7 @@ def test_a_generation_draws_the_same_tokens(everywhere):
     model = random_model(GPTConfig(**LEARNED | dict(block_size=30)))
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
     plain = Generation(model, prompts, 40, Sampler(temperature=0))
-    cache = model.new_cache(3, cache_length(model, 5, 40))
+    cache = model.new_cache(3, cache_length(model.config, 5, 40))
     captured = Generation(model, prompts, 40, Sampler(temperature=0), cache,
                           decode=captured_decode(model, cache))
     captured.finish(1)

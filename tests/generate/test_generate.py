@@ -73,8 +73,8 @@ def test_a_model_may_be_trained_after_it_generated(kind, n_new):
 
 def test_block_size_bounds_the_cache_with_learned_positions_only():
     vanilla, full = sharp_model(VANILLA), sharp_model(FULL_STACK)
-    assert [cache_length(vanilla, 10, n) for n in (5, 14, 15, 99)] == [15, 24, 24, 24]
-    assert cache_length(full, 10, 99) == 109
+    assert [cache_length(vanilla.config, 10, n) for n in (5, 14, 15, 99)] == [15, 24, 24, 24]
+    assert cache_length(full.config, 10, 99) == 109
 
 
 @pytest.mark.parametrize('block_size, rope, local, expected', [

@@ -1,4 +1,6 @@
 """The plan at which an elastic model runs: budgets, sample.py, and its checkpoints."""
+import contextlib
+import io
 import json
 import random
 import re
@@ -7,9 +9,11 @@ import signal
 import pytest
 import torch
 
+import chat
 import sample
 from common.errors import UserError
 from common.gpt_config import GPTConfig
+from engine.engine import Engine
 from interop import convert
 from interop.choose import Budget, choose
 from kv import __main__ as plan_program
@@ -22,6 +26,7 @@ from training.elastic.plans import of_checkpoint, plans_of
 from training.elastic.step import Elastic
 
 PLANS = 'n_kv_head=1; layer_pattern=LG,window_size=4; n_kv_head=1,layer_pattern=LG,window_size=4'
+TALK = dict(user='a', reply_as='b', turn='{name}{text}\n')
 ROPE = dict(TINY, n_layer=4, pos_embedding='rope', qk_norm=True)
 
 
@@ -56,13 +61,15 @@ def test_a_budget_is_kept_and_no_better_plan_fits():
             T = int(form.partition('@')[2] or 64) if form else tokens
             cache = GPT(plan.config).new_cache(1 if form else rows, T, kv_dtype)
             needed.append(cache.nbytes / (T if '/token' in form else 1))
+            assert needed[-1] == budget.needed(plan, kv_dtype, lambda plan: plan.nbytes(
+                rows, tokens, kv_dtype))
         fitting = [loss for loss, n in zip(losses_, needed) if n <= budget.nbytes]
         if not fitting:
             refused += 1
-            with pytest.raises(UserError, match='less than the .* that the smallest plan'):
-                choose(plans, losses_, budget, rows, tokens, kv_dtype)
+            with pytest.raises(UserError, match='less than the smallest plan'):
+                choose(plans, losses_, budget, needed)
             continue
-        i, line = choose(plans, losses_, budget, rows, tokens, kv_dtype)
+        i, line = choose(plans, losses_, budget, needed)
         assert needed[i] <= budget.nbytes and losses_[i] == min(fitting)
         better = [n for n, loss in zip(needed, losses_) if loss < losses_[i]]
         assert ('the next better one takes' in line) == bool(better)
@@ -77,29 +84,36 @@ def test_other_forms_of_a_budget_are_refused(text):
 
 def test_sample_runs_at_the_best_plan_within_the_budget(elastic, data_root, capsys):
     config = config_of(load(elastic / 'ckpt.pt'), elastic)
-    plans = of_checkpoint(load(elastic / 'ckpt.pt')['plans'], config)
+    plans, losses_ = of_checkpoint(load(elastic / 'ckpt.pt')['plans'], config)
     tokens = 1 + 30
     for plan in plans:
-        budget = plan.nbytes(tokens, 'float32')
+        budget = plan.nbytes(1, tokens, 'float32')
         run_sample(elastic, kv_budget=str(budget), max_new_tokens=30)
         out = capsys.readouterr().out
+        sizes = {loss: each.nbytes(1, tokens, 'float32') for each, loss in zip(plans, losses_)
+                 if each.nbytes(1, tokens, 'float32') <= budget}
         report = json.loads(out.splitlines()[-1])
-        assert report['kv_bytes'] <= budget and 'KV plan within' in out
-    with pytest.raises(UserError, match='is less than the .* that the smallest plan'):
+        assert report['kv_bytes'] == sizes[min(sizes)] and 'KV plan within' in out
+    with pytest.raises(UserError, match='is less than the smallest plan'):
         run_sample(elastic, kv_budget='100', max_new_tokens=30)
     run_sample(elastic, n_kv_head=1, max_new_tokens=30)  # by fields: also one without a budget
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert report['kv_bytes'] == plans_of('n_kv_head=1', config)[1].nbytes(tokens, 'float32')
+    assert report['kv_bytes'] == plans_of('n_kv_head=1', config)[1].nbytes(
+        1, tokens, 'float32')
 
 
 def test_the_converted_checkpoint_of_a_plan_gives_the_elastic_models_logits(elastic, tmp_path):
     """To the bit, by its budget and by its fields."""
     saved = load_checkpoint(elastic / 'ckpt.pt')
     base = model_of(saved, elastic).eval()
-    plans = of_checkpoint(saved['plans'], base.config)
+    plans, _ = of_checkpoint(saved['plans'], base.config)
     whole, idx = Elastic(base, plans).eval(), torch.arange(12)[None] % 12
     by_fields = [f'--{name}={value}' for name, value in plans[3].changes.items()]
     smallest = f'--kv_budget={plans[3].nbytes()}'
+    for arguments, words in (([smallest, *by_fields], 'does not go with n_kv_head'),
+                             (['--kv_budget=10'], 'less than the smallest plan')):
+        with pytest.raises(UserError, match=words):
+            convert.main([str(elastic), str(tmp_path / 'c'), *arguments])
     for name, argument in (('a', [smallest]), ('b', by_fields)):
         convert.main([str(elastic), str(tmp_path / name), *argument])
         small = load_checkpoint(tmp_path / name / 'ckpt.pt')
@@ -118,6 +132,9 @@ def test_a_run_with_plans_resumes_exactly_and_keeps_them(tmp_path, at_step, caps
     run_train(tmp_path / 'whole', ROPE, plans=PLANS, **HARD)
     at_step(7, raise_signal(signal.SIGTERM))
     run_train(tmp_path / 'parts', ROPE, plans=PLANS, **HARD)
+    at_step(8, raise_signal(signal.SIGTERM))  # before it evaluates again
+    run_train(tmp_path / 'parts', ROPE, init_from='resume', **HARD)
+    assert None not in [each['loss'] for each in load(tmp_path / 'parts' / 'ckpt.pt')['plans']]
     # the plans are the checkpoint's
     run_train(tmp_path / 'parts', ROPE, init_from='resume', **HARD)
     assert losses(tmp_path / 'parts') == losses(tmp_path / 'whole')
@@ -155,9 +172,32 @@ def test_plans_that_cannot_be_trained_are_refused_before_anything_is_written(tmp
 
 
 def test_plans_without_losses_or_of_another_form_are_refused(elastic, tmp_path, capsys):
-    for plans, words in (([{'changes': {}, 'loss': None}] * 2, 'never evaluated'),
+    for plans, words in (([{'changes': {}, 'loss': None},
+                           {'changes': {'n_kv_head': 1}, 'loss': 1.0}], 'never evaluated'),
                          (['x'], 'plans of the checkpoint are invalid')):
         saved = load(elastic / 'ckpt.pt')
         torch.save(saved | {'plans': plans}, tmp_path / 'ckpt.pt')
         with pytest.raises(UserError, match=words):
             run_sample(tmp_path, kv_budget='1MB')
+
+
+def test_chat_serve_and_prompts_stay_within_the_budget(elastic, tmp_path, capsys, monkeypatch):
+    made = []
+    plain = Engine.__init__
+
+    def init(engine, *args, **kwargs):
+        plain(engine, *args, **kwargs)
+        made.append(engine)
+    monkeypatch.setattr(Engine, '__init__', init)
+    (tmp_path / 'prompts.txt').write_text('ab\nabc\n')
+    monkeypatch.setattr('sys.stdin', io.StringIO(''))
+    for budget in (8_000, 20_000, 300_000):
+        common = dict(out_dir=elastic, device='cpu', kv_budget=budget)
+        with contextlib.suppress(UserError):  # the smallest of a conversation of 512 tokens
+            chat.main(flags(common | TALK | dict(history=tmp_path / f'{budget}.json')))
+        with contextlib.suppress(UserError):
+            sample.main(flags(common | dict(prompts=tmp_path / 'prompts.txt', max_new_tokens=9)))
+        assert all(engine.cache.nbytes <= budget for engine in made)
+    assert len(made) == 4  # the conversation takes 65 kB and more
+    with pytest.raises(UserError, match='less than'):
+        chat.main(flags(common | TALK | dict(kv_budget=100)))

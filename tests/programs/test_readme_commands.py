@@ -16,7 +16,7 @@ COMMANDS = ['make demo', 'make test', 'source .venv/bin/activate', 'python sampl
             'python sample.py --watch=True', 'python chat.py', 'python -m kv out-mqa-local',
             'python data/text/prepare.py --input=book.txt --tokenizer=bpe:1024',
             'python train.py config/train_rope_mha.py --plans=auto',
-            'python sample.py out-rope-mha --kv_budget=64KB']
+            'python sample.py out-rope-mha --kv_budget=128KB']
 MESSAGES = [f'What say you to {name} the {n}th, good my lady?'
             for name in ('Henry', 'Edward', 'Louis', 'Charles') for n in range(4, 14)]
 
@@ -84,6 +84,6 @@ def test_they_run_one_after_another(shell):
     shell(f'{command} {few}')
 
     assert len(re.findall('smaller  val loss', shell(f'{train} {few}'))) == 3 * 7
-    assert 'KV plan within 64 kB' in shell(sample)
+    assert 'KV plan within 128 kB' in shell(sample)
     assert 'Using out-text, the newest run here (others: out-mqa-local)\n' in shell(
         'python sample.py --num_samples=1 --max_new_tokens=50')

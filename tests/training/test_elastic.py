@@ -1,6 +1,4 @@
 """One training for several KV plans: what a step computes, and which plans there are."""
-import random
-
 import pytest
 import torch
 
@@ -9,7 +7,7 @@ from common.gpt_config import GPTConfig
 from interop.choose import at_plan
 from model import GPT
 from tests.helpers.models import feed, full_logits, max_gap, random_model, tokens
-from training.elastic.plans import Plan, in_order, made, of_checkpoint, plans_of, table
+from training.elastic.plans import Plan, made, of_checkpoint, plans_of, table
 from training.elastic.step import Elastic
 from training.memory.recompute import set_recompute
 from training.native.modules import speed_up
@@ -41,7 +39,9 @@ def test_plans_are_read_and_ordered_by_their_bytes():
     sizes = [plan.nbytes() for plan in plans]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] == 6 * 48 * 2 * 32 * 2
     assert plans_of('', BASE) == [Plan({}, BASE)] == plans_of(' ; ', BASE)
-    assert of_checkpoint([{'changes': plan.changes} for plan in plans], BASE) == plans
+    saved = [{'changes': plan.changes, 'loss': 1.5} for plan in plans]
+    assert of_checkpoint(saved, BASE) == (plans, [1.5] * 4)
+    assert of_checkpoint(None, BASE) == ([Plan({}, BASE)], [None])
     lines = table(plans, [1.5] * 4)
     assert lines[2].split() == ['9.22', 'kB', '4.0x', 'smaller', 'val', 'loss', '1.5000',
                                 'n_kv_head=1'] and len(lines) == 4
@@ -51,7 +51,8 @@ def test_plans_are_read_and_ordered_by_their_bytes():
     ('n_kv_head', 'field=value'), ('n_kv_head=one', 'takes int'), ('n_kv_head=3', 'n_kv_head.*3'),
     ('n_embd=64', 'n_embd cannot change'), ('colour=red', 'colour cannot change'),
     ('n_kv_head=2; n_kv_head=2', 'the same as'),
-    ('layer_pattern=LLG', 'window_size'), ('layer_pattern=X', 'layer_pattern')])
+    ('n_kv_head=1e999', 'takes int'), ('n_kv_head=1.9', 'takes int'), ('n_kv_head=1,n_kv_head=2',
+    'twice'), ('share_global_kv=2', 'takes bool'), ('layer_pattern=LLG', 'window_size'), ('layer_pattern=X', 'layer_pattern')])
 def test_wrong_plans_are_refused_by_name(text, words):
     with pytest.raises(UserError, match=words):
         plans_of(text, BASE)
@@ -62,9 +63,15 @@ def test_sharing_cannot_be_undone_by_a_plan():
                                            share_global_kv=True))
     with pytest.raises(UserError, match='sharing can be added, not undone'):
         made(dict(share_global_kv=False), shared)
-    for wrong in ([{'loss': 1.0}], [3], 7, [{'changes': 5}]):
+    for wrong in ([{'loss': 1.0}], [3], 7, [], [{'changes': 5}], torch.ones(2),
+                  [{'changes': {}, 'loss': 1}]):
         with pytest.raises(UserError, match='plans of the checkpoint are invalid'):
             of_checkpoint(wrong, BASE)
+    for wrong in ({'n_kv_head': 2.0}, {'window_size': None}):
+        with pytest.raises(UserError, match='it takes int'):
+            of_checkpoint([{'changes': wrong}], BASE)
+    with pytest.raises(UserError, match='is the same as'):
+        of_checkpoint([{'changes': {}}] * 2, BASE)
 
 
 @pytest.mark.parametrize('base', [
@@ -139,15 +146,10 @@ def test_each_plan_gives_the_logits_of_its_own_model_also_through_a_cache():
         logits = model.under(i, idx, idx)[0]
         assert torch.equal(logits, full_logits(own, idx)) and own.config == plan.config
         cache = own.new_cache(2, 40, 'float32')
-        assert cache.nbytes == plan.nbytes(40, 'float32', batch=2)
+        assert cache.nbytes == plan.nbytes(2, 40, 'float32')
         assert max_gap(feed(own, cache, idx, [13, 1, 26]), logits) < 1e-5
     assert torch.equal(model(idx, idx)[0], logits) is False  # in evaluation it is the base
     assert torch.equal(model(idx, idx)[0], full_logits(model.base, idx))
-
-
-def test_a_batch_without_a_part_for_each_plan_is_refused():
-    with pytest.raises(UserError, match='batch_size=3 is less than the 4 plans'):
-        elastic().train()(*batch(3))
 
 
 def test_building_the_models_of_plans_uses_no_random_numbers_and_no_memory():
@@ -162,8 +164,7 @@ def test_building_the_models_of_plans_uses_no_random_numbers_and_no_memory():
         f'base.{name}' for name, _ in model.named_parameters()}
 
 
-def test_in_order_keeps_the_base_first_even_if_a_plan_is_larger():
-    shuffled = plans_of(PLANS, BASE)
-    rest = shuffled[1:]
-    random.Random(3).shuffle(rest)
-    assert in_order([shuffled[0], *rest]) == shuffled
+def test_auto_knows_the_windows_of_the_base():
+    """Also where its window is the one that would be chosen."""
+    base = GPTConfig(**vars(BASE) | dict(block_size=64, window_size=8))
+    assert any(plan.config.layer_pattern != 'G' for plan in plans_of('auto', base))

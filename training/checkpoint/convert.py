@@ -28,6 +28,8 @@ def converted(weights: dict, before: KVPlan, after: KVPlan, names) -> dict:
     out = dict(weights)
     for was, now in zip(before.layers, after.layers):
         slot, n_kv_head = before.slots[was.slot], after.slots[now.slot].n_kv_head
+        if now.owns and n_kv_head == slot.n_kv_head:
+            continue
         groups = n_kv_head, slot.n_kv_head // n_kv_head, -1
         prefix = f'transformer.h.{now.index}.attn.'
         for name in (prefix + 'c_attn.weight', prefix + 'c_attn.bias'):

@@ -1,18 +1,20 @@
 """The KV plans of an elastic model: read from settings, or chosen from the base's bytes."""
 import ast
+import contextlib
 import dataclasses
 import functools
 import itertools
 import warnings
 from dataclasses import dataclass
 
-from common.errors import UserError
+from common.errors import UserError, shown
 from common.gpt_config import GPTConfig
 from common.sizes import nice_bytes
 from kv.plan import KVPlan, plan_kv
 from training.checkpoint.convert import MEMORY, check_conversion
 
 AUTO = 'auto'
+KINDS = {f.name: type(f.default) for f in dataclasses.fields(GPTConfig)}
 SMALLEST, N_AUTO = 64, 6  # 'auto' goes down to 1/64 of the base's bytes in that many plans
 
 
@@ -31,10 +33,9 @@ class Plan:
     def name(self) -> str:
         return ', '.join(f'{name}={value}' for name, value in self.changes.items()) or 'base'
 
-    def nbytes(self, max_seq_len: int = 0, kv_dtype: str = 'bfloat16', batch: int = 1) -> int:
+    def nbytes(self, rows: int = 1, tokens: int = 0, kv_dtype: str = 'bfloat16') -> int:
         """Bytes of the cache; of one sequence of block_size tokens by default."""
-        length = max_seq_len or self.config.block_size
-        return self.kv.nbytes(batch, length, kv_dtype)
+        return self.kv.nbytes(rows, tokens or self.config.block_size, kv_dtype)
 
 
 def plans_of(text: str, base: GPTConfig) -> list[Plan]:
@@ -46,25 +47,30 @@ def plans_of(text: str, base: GPTConfig) -> list[Plan]:
     """
     changes = auto(base) if text == AUTO else [_parsed(part) for part in text.split(';')
                                                 if part.strip()]
-    return in_order([made(each, base) for each in [{}, *changes]])
+    plans = [made(each, base) for each in [{}, *changes]]
+    check_different(plans)
+    return [plans[0], *sorted(plans[1:], key=Plan.nbytes, reverse=True)]
 
 
-def of_checkpoint(saved, base: GPTConfig) -> list[Plan]:
-    """The plans in a checkpoint, the base first. UserError: if they are not what a run saves."""
-    try:
-        return [made(each['changes'], base) for each in saved]
-    except (TypeError, LookupError, AttributeError) as e:
-        raise UserError(f'the plans of the checkpoint are invalid: {type(e).__name__}') from e
+def of_checkpoint(saved, base: GPTConfig) -> tuple[list[Plan], list[float | None]]:
+    """The plans in a checkpoint, the base first, and their validation losses, None before they were
+    evaluated; without plans only the base. UserError: if they are not what a run saves."""
+    if saved is None:
+        return [made({}, base)], [None]
+    entries = saved if isinstance(saved, list) and saved else [None]
+    for entry in entries:
+        if not (isinstance(entry, dict) and isinstance(entry.get('changes'), dict)
+                and (entry.get('loss') is None or isinstance(entry['loss'], float))):
+            raise UserError(f'the plans of the checkpoint are invalid: {shown(entry)}')
+    plans = [made(entry['changes'], base) for entry in entries]
+    check_different(plans)
+    return plans, [entry.get('loss') for entry in entries]
 
 
-def in_order(plans: list[Plan]) -> list[Plan]:
-    """The base first, then the others from the largest to the smallest. UserError: if two of them
-    are equal."""
-    base, *others = plans
+def check_different(plans: list[Plan]) -> None:
     for a, b in itertools.combinations(plans, 2):
         if a.config == b.config:
             raise UserError(f'plans: {b.name!r} is the same as {a.name!r}')
-    return [base, *sorted(others, key=Plan.nbytes, reverse=True)]
 
 
 def made(changes: dict, base: GPTConfig) -> Plan:
@@ -72,10 +78,13 @@ def made(changes: dict, base: GPTConfig) -> Plan:
     try:
         if unknown := sorted(changes.keys() - {*MEMORY}):
             raise UserError(f'{", ".join(unknown)} cannot change; allowed are {", ".join(MEMORY)}')
+        for name, value in changes.items():
+            if type(value) is not KINDS[name]:
+                raise UserError(f'{name}={shown(value)}: it takes {KINDS[name].__name__}')
         with warnings.catch_warnings(action='ignore'):
             config = dataclasses.replace(base, **changes)
             check_conversion(base, config)
-    except (UserError, TypeError) as e:
+    except UserError as e:
         raise UserError(f'plan {str(changes)!r}: {e}') from e
     return Plan(changes, config)
 
@@ -84,19 +93,19 @@ def _parsed(text: str) -> dict:
     """'a=1, b=LG' -> {'a': 1, 'b': 'LG'}. A piece without '=' goes on with the value before it, as
     in window_pattern=16,16,0."""
     changes, name = {}, None
-    kinds = {f.name: type(f.default) for f in dataclasses.fields(GPTConfig)}
     for piece in text.split(','):
         left, equals, right = piece.partition('=')
         if not equals and name is None:
             raise UserError(f'plans: {text.strip()!r}: a plan is written field=value, ...')
         name = left.strip() if equals else name
+        if equals and name in changes:
+            raise UserError(f'plans: {text.strip()!r} has {name} twice')
         changes[name] = right.strip() if equals else f'{changes[name]},{piece.strip()}'
     for name, value in changes.items():
-        if kinds.get(name, str) is not str:
-            try:
-                changes[name] = kinds[name](ast.literal_eval(value))
-            except (ValueError, SyntaxError, TypeError):
-                raise UserError(f'plans: {name}={value}: it takes {kinds[name].__name__}') from None
+        if KINDS.get(name, str) is not str:
+            with contextlib.suppress(ValueError, SyntaxError):  # `made` refuses the text
+                number = ast.literal_eval(value)
+                changes[name] = float(number) if KINDS[name] is type(number) is float else number
     return changes
 
 
@@ -111,15 +120,15 @@ def auto(base: GPTConfig) -> list[dict]:
                    kv_share=['AAB', 'AABC', 'AABBBC'], share_global_kv=[True])
     plans = {}
     for on in itertools.product(*[[None, *values] for values in choices.values()]):
-        changes = {name: value for name, value in zip(choices, on)
-                   if value not in (None, getattr(base, name))}
-        pattern, share = (changes.get(name) for name in ('layer_pattern', 'kv_share'))
+        given = {name: value for name, value in zip(choices, on) if value is not None}
+        pattern, share = (given.get(name) for name in ('layer_pattern', 'kv_share'))
         local = 'L' in (pattern or base.layer_pattern)
-        if (bool(pattern) != ('window_size' in changes) or not local and len(changes) > 1
+        if (bool(pattern) != ('window_size' in given) or not local and len(given) > 1
                 or share and len(share) != len(pattern or base.layer_pattern)
                 or pattern and len(pattern) > base.n_layer
-                or 'share_global_kv' in changes and not local):
+                or 'share_global_kv' in given and not local):
             continue
+        changes = {name: value for name, value in given.items() if value != getattr(base, name)}
         try:
             plan = made(changes, base)
         except UserError:
@@ -140,6 +149,7 @@ def table(plans: list[Plan], losses=()) -> list[str]:
     full, lines = plans[0].nbytes(), []
     for i, plan in enumerate(plans):
         n = plan.nbytes()
-        loss = f'  val loss {losses[i]:.4f}' if len(losses) else ''
+        known = losses and losses[i] is not None
+        loss = f'  val loss {losses[i]:.4f}' if known else ''
         lines.append(f'{nice_bytes(n):>9} {full / n:6.1f}x smaller{loss}  {plan.name}')
     return lines

@@ -2,7 +2,6 @@
 import torch
 from torch import nn
 
-from common.errors import UserError
 from kv.weights import EMBEDDING, HEAD, shapes
 from model import GPT
 from training.checkpoint.convert import converted
@@ -13,8 +12,7 @@ class Elastic(nn.Module):
     """A base GPT and its smaller plans, whose weights are functions of the base's (`converted`).
 
     In training each plan computes the loss of its own part of the batch, all parts together once.
-    In evaluation it is the base. Raises UserError for a batch of fewer sequences than plans.
-    (Slimmable networks, Yu and Huang 2019, nest widths in this way.)
+    In evaluation it is the base. (Slimmable networks, Yu and Huang 2019, nest widths in this way.)
 
     plans: the base's first. models: theirs, whose weights are the base's own or made of them anew
     for each forward pass; they stay until the next one, since recomputation reads them again.
@@ -51,9 +49,6 @@ class Elastic(nn.Module):
     def forward(self, idx, targets):
         if not self.training:
             return self.base(idx, targets)
-        if len(idx) < len(self.plans):
-            raise UserError(f'batch_size={len(idx)} is less than the {len(self.plans)} plans, '
-                            'which take a part of each batch')
         loss = 0
         for i, (x, y) in enumerate(zip(idx.tensor_split(len(self.plans)),
                                        targets.tensor_split(len(self.plans)))):

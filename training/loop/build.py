@@ -86,9 +86,13 @@ def elastic_of(model: GPT, s, saved: dict | None) -> Elastic | None:
     """The model under the settings' plans, or, unless the command line has others, under those of
     the checkpoint that is resumed; None without plans. UserError: if it cannot have them."""
     kept = (saved or {}).get('plans') if s.given.get('plans') != COMMAND_LINE else None
-    plans = of_checkpoint(kept, model.config) if kept else plans_of(s.plans, model.config)
+    plans = of_checkpoint(kept, model.config)[0] if kept else plans_of(s.plans, model.config)
     if len(plans) == 1:
         return None
+    if s.parallel == 'fsdp':
+        raise UserError("plans do not go with parallel='fsdp', whose weights are in shards")
+    if s.memory_report:
+        print('Note: the memory report is of a step of the base alone, without its plans')
     if s.batch_size < len(plans):
         raise UserError(f'batch_size={s.batch_size} is less than the {len(plans)} plans (with the '
                         "model's own), each of which takes a part of every batch")
@@ -107,6 +111,8 @@ def move_to_device(model, elastic, s, ranks, dtype: torch.dtype, sharded: bool) 
         each.attention_backend = s.attention_backend
     if sharded:
         fsdp.shard(model, ranks, dtype, s.compile)
+    for each in elastic.models[1:] if elastic else ():
+        describe_attention(each, dtype, model.config.dropout)
     print(describe_attention(model, dtype, model.config.dropout))
     if wanted(s.dtype, s.compile, ranks.device):
         for each in elastic.models if elastic else [model]:

@@ -7,9 +7,10 @@ import torch
 
 from common.errors import UserError
 from common.gpt_config import model_args
-from common.settings import MODEL
+from common.settings import COMMAND_LINE, MODEL
 from training.checkpoint import file as ckpt
 from training.checkpoint.manager import peek
+from training.elastic.plans import of_checkpoint
 from training.parallel import fsdp
 from training.parallel.distributed import Ranks, env_int, launch_id
 from training.step.optim import load_optimizer
@@ -72,6 +73,8 @@ def restore(run, saved: dict):
     run.iter_num = saved['iter_num']
     with ckpt.restoring(origin, 'skipped'):
         run.update.counts[0] = run.update.reported = int(saved.get('skipped', 0))
+    if run.elastic and not run.changed and not run.s.given.get('plans') == COMMAND_LINE:
+        run.plan_losses = of_checkpoint(saved.get('plans'), run.model.config)[1]
     if not run.changed:  # a changed model starts a new history
         run.best_val_loss = torch.as_tensor(saved['best_val_loss'])
         run.holds_best, run.saved_at = bool(saved.get('holds_best', True)), run.iter_num

@@ -52,7 +52,8 @@ class Run:
 
     def compile(self) -> None:
         """Compile the model, or its kernels alone if `fsdp.shard` has compiled its blocks."""
-        prepare(self.model, self.model.config.block_size)
+        for model in self.elastic.models if self.elastic else [self.model]:
+            prepare(model, model.config.block_size)
         if not self.sharded:
             print('compiling the model... (takes a ~minute)')
             self.compiled = self.trained = torch.compile(self.trained)
@@ -90,12 +91,13 @@ class Run:
         stop was requested."""
         self.compiled.eval()
         means = {split: self._mean_loss(self.compiled, split, stop) for split in ('train', 'val')}
-        if self.elastic:
-            plans = range(1, len(self.elastic.plans))
-            others = [self._mean_loss(functools.partial(self.elastic.under, i), 'val', stop)
-                      for i in plans]
-            self.plan_losses = [means['val'], *others]
-        return None if None in (*means.values(), *self.plan_losses) else means
+        n_others = len(self.elastic.plans) - 1 if self.elastic else 0
+        others = [self._mean_loss(functools.partial(self.elastic.under, i + 1), 'val', stop)
+                  for i in range(n_others)]
+        if None in (*means.values(), *others):
+            return None
+        self.plan_losses = [means['val'], *others] if others else []
+        return means
 
     def _mean_loss(self, model, split: str, stop) -> float | None:
         total = count = 0

@@ -31,8 +31,6 @@ def check_settings(s, data_root: Path) -> None:
     if s.recompute == 'offload' and s.compile:
         raise UserError("recompute='offload' moves tensors in ways that torch.compile does not "
                         'know: give --compile=False')
-    if s.plans and s.parallel == 'fsdp':
-        raise UserError("plans do not go with parallel='fsdp', whose weights are in shards")
     if s.data_prefetch > 64:
         raise UserError(f'data_prefetch={s.data_prefetch}: at most 64 batches ahead')
     for seed in (s.seed, s.data_seed) if s.data_seed >= 0 else (s.seed,):
