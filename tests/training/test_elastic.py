@@ -51,8 +51,9 @@ def test_plans_are_read_and_ordered_by_their_bytes():
     ('n_kv_head', 'field=value'), ('n_kv_head=one', 'takes int'), ('n_kv_head=3', 'n_kv_head.*3'),
     ('n_embd=64', 'n_embd cannot change'), ('colour=red', 'colour cannot change'),
     ('n_kv_head=2; n_kv_head=2', 'the same as'),
-    ('n_kv_head=1e999', 'takes int'), ('n_kv_head=1.9', 'takes int'), ('n_kv_head=1,n_kv_head=2',
-    'twice'), ('share_global_kv=2', 'takes bool'), ('layer_pattern=LLG', 'window_size'), ('layer_pattern=X', 'layer_pattern')])
+    ('n_kv_head=1e999', 'takes int'), ('n_kv_head=1.9', 'takes int'),
+    ('n_kv_head=1,n_kv_head=2', 'twice'), ('share_global_kv=2', 'takes bool'),
+    ('layer_pattern=LLG', 'window_size'), ('layer_pattern=X', 'layer_pattern')])
 def test_wrong_plans_are_refused_by_name(text, words):
     with pytest.raises(UserError, match=words):
         plans_of(text, BASE)
