@@ -28,6 +28,7 @@ def own_data_root(tmp_path, monkeypatch):
 def _in_process(monkeypatch, data_root):
     monkeypatch.setattr(train, 'DATA_ROOT', data_root)
     monkeypatch.setattr('interop.load.DATA_ROOT', data_root)
+    monkeypatch.setattr('engine.native._wanted', True)  # programs change it; restored afterwards
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ def test_what_prompts_begin_with_is_computed_once(many, trained, prompts_file, f
 
 
 def test_texts_end_with_the_token_for_it(many, prompts_file, monkeypatch):
-    monkeypatch.setattr(sample, 'load', lambda *_: (*ending(), ''))
+    monkeypatch.setattr(sample, 'load', lambda *_, **__: (*ending(), ''))
     [ends] = many('none', prompts_file('a'), temperature=0)
     assert (ends['text'], ends['finish_reason'], ends['tokens']) == ('', 'stop', 1)
     [goes_on] = many('none', prompts_file('a'), temperature=0, ignore_eos=True)
