@@ -28,14 +28,14 @@ BUDGETS = {
     'lab/': 4_119,
     'serving/': 1_280,
     'interop/': 1_698,
-    'training/': 3_649,
+    'training/': 3_651,
     'extension/': 90,
     'engine/': 4_466,
     'attention/': 772,  # without the core, like kv/
     'kv/': 1_107,
     'data/': 1_889,
     'common/ config/ configurator.py': 1_863,
-    'tests/': 21_754,
+    'tests/': 21_757,
 }
 house = pytest.mark.house
 

@@ -1,4 +1,6 @@
 """One training for several KV plans: what a step computes, and which plans there are."""
+import math
+
 import pytest
 import torch
 
@@ -41,6 +43,7 @@ def test_plans_are_read_and_ordered_by_their_bytes():
     assert plans_of('', BASE) == [Plan({}, BASE)] == plans_of(' ; ', BASE)
     saved = [{'changes': plan.changes, 'loss': 1.5} for plan in plans]
     assert of_checkpoint(saved, BASE) == (plans, [1.5] * 4)
+    assert of_checkpoint([{'changes': {}, 'loss': math.nan}], BASE)[1] == [math.inf]
     assert of_checkpoint(None, BASE) == ([Plan({}, BASE)], [None])
     lines = table(plans, [1.5] * 4)
     assert lines[2].split() == ['9.22', 'kB', '4.0x', 'smaller', 'val', 'loss', '1.5000',

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 import warnings
 from dataclasses import dataclass
 
@@ -64,7 +65,8 @@ def of_checkpoint(saved, base: GPTConfig) -> tuple[list[Plan], list[float | None
             raise UserError(f'the plans of the checkpoint are invalid: {shown(entry)}')
     plans = [made(entry['changes'], base) for entry in entries]
     check_different(plans)
-    return plans, [entry.get('loss') for entry in entries]
+    losses = [entry.get('loss') for entry in entries]
+    return plans, [math.inf if loss != loss else loss for loss in losses]  # NaN is the worst
 
 
 def check_different(plans: list[Plan]) -> None:
