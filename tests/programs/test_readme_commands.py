@@ -82,8 +82,8 @@ def test_they_run_one_after_another(shell):
     command = line[line.index('python train.py config/train_text.py'):]
     few = '--max_iters=20 --eval_interval=10 --eval_iters=2'
     shell(f'{command} {few}')
+    assert 'Using out-text, the newest run here (others: out-mqa-local)\n' in shell(
+        'python sample.py --num_samples=1 --max_new_tokens=50')
 
     assert len(re.findall('smaller  val loss', shell(f'{train} {few}'))) == 3 * 7
     assert 'KV plan within 128 kB' in shell(sample)
-    assert 'Using out-text, the newest run here (others: out-mqa-local)\n' in shell(
-        'python sample.py --num_samples=1 --max_new_tokens=50')
