@@ -143,7 +143,7 @@ def build(s, ranks) -> Run:
     model, changed = build_model(s, data, saved, origin, new_on)
     if sharded:  # only rank 0 has used its generator, to initialize weights
         torch.set_rng_state(ranks.gather(torch.get_rng_state())[0])
-    elastic = elastic_of(model, s, saved)
+    elastic = elastic_of(model, s, saved, changed)
     batches = data.batches(s, model.config, ranks)
 
     torch.manual_seed(s.seed + ranks.rank)  # dropout
@@ -232,7 +232,8 @@ def report(run, log, loss, lr, losses, clock):
     updates = run.update.read()
     log.skipped(updates)
     evaluated = {f'{split}_loss': each for split, each in losses.items()}
-    evaluated |= {f'plan_{i}_loss': loss for i, loss in enumerate(run.plan_losses) if losses}
+    if losses and run.elastic:
+        evaluated |= {f'plan_{i}_loss': loss for i, loss in enumerate(run.elastic.losses)}
     log.stepped(run.iter_num, evaluated, loss=loss, lr=lr, time_ms=dt * 1000,
                 tokens_per_second=tokens_per_second, **run.metrics(updates, dt))
 

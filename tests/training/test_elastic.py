@@ -67,13 +67,14 @@ def test_sharing_cannot_be_undone_by_a_plan():
                                            share_global_kv=True))
     with pytest.raises(UserError, match='sharing can be added, not undone'):
         made(dict(share_global_kv=False), shared)
+    saved_of_others = [{'changes': {'n_kv_head': 1}}]  # without the base
     for wrong in ([{'loss': 1.0}], [3], 7, [], [{'changes': 5}], torch.ones(2),
-                  [{'changes': {}, 'loss': 1}]):
+                  [{'changes': {}, 'loss': 1}], saved_of_others):
         with pytest.raises(UserError, match='plans of the checkpoint are invalid'):
             of_checkpoint(wrong, BASE)
     for wrong in ({'n_kv_head': 2.0}, {'window_size': None}):
         with pytest.raises(UserError, match='it takes int'):
-            of_checkpoint([{'changes': wrong}], BASE)
+            of_checkpoint([{'changes': {}}, {'changes': wrong}], BASE)
     with pytest.raises(UserError, match='is the same as'):
         of_checkpoint([{'changes': {}}] * 2, BASE)
 

@@ -63,6 +63,8 @@ def of_checkpoint(saved, base: GPTConfig) -> tuple[list[Plan], list[float | None
         if not (isinstance(entry, dict) and isinstance(entry.get('changes'), dict)
                 and (entry.get('loss') is None or isinstance(entry['loss'], float))):
             raise UserError(f'the plans of the checkpoint are invalid: {shown(entry)}')
+    if entries[0]['changes']:
+        raise UserError('the plans of the checkpoint are invalid: the first is not the base')
     plans = [made(entry['changes'], base) for entry in entries]
     check_different(plans)
     losses = [entry.get('loss') for entry in entries]

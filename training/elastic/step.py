@@ -14,13 +14,14 @@ class Elastic(nn.Module):
     In training each plan computes the loss of its own part of the batch, all parts together once.
     In evaluation it is the base. (Slimmable networks, Yu and Huang 2019, nest widths in this way.)
 
-    plans: the base's first. models: theirs, whose weights are the base's own or made of them anew
+    plans: the base's first. losses: their validation losses when they were last evaluated, [] if
+    they were not. models: theirs, whose weights are the base's own or made of them anew
     for each forward pass; they stay until the next one, since recomputation reads them again.
     """
 
-    def __init__(self, base: GPT, plans: list[Plan]):
+    def __init__(self, base: GPT, plans: list[Plan], losses=()):
         super().__init__()
-        self.base, self.plans = base, plans
+        self.base, self.plans, self.losses = base, plans, [*losses]
         with torch.device('meta'):
             others = [GPT(plan.config) for plan in plans[1:]]
         self.models = (base, *others)  # a tuple: they are no submodules

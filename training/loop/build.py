@@ -82,11 +82,13 @@ def build_model(s, data, saved: dict | None, origin: Path, new_on: str) -> tuple
     return model, bool(changes)
 
 
-def elastic_of(model: GPT, s, saved: dict | None) -> Elastic | None:
+def elastic_of(model: GPT, s, saved: dict | None, changed: bool) -> Elastic | None:
     """The model under the settings' plans, or, unless the command line has others, under those of
-    the checkpoint that is resumed; None without plans. UserError: if it cannot have them."""
+    the checkpoint that is resumed, whose losses hold unless the model has `changed`; None without
+    plans. UserError: if it cannot have them."""
     kept = (saved or {}).get('plans') if s.given.get('plans') != COMMAND_LINE else None
-    plans = of_checkpoint(kept, model.config)[0] if kept else plans_of(s.plans, model.config)
+    plans, losses = (of_checkpoint(kept, model.config) if kept
+                     else (plans_of(s.plans, model.config), []))
     if len(plans) == 1:
         return None
     if s.parallel == 'fsdp':
@@ -97,7 +99,7 @@ def elastic_of(model: GPT, s, saved: dict | None) -> Elastic | None:
         raise UserError(f'batch_size={s.batch_size} is less than the {len(plans)} plans (with the '
                         "model's own), each of which takes a part of every batch")
     print('plans, in bytes of one sequence in bfloat16:', *table(plans), sep='\n  ')
-    return Elastic(model, plans)
+    return Elastic(model, plans, [] if changed else losses)
 
 
 def move_to_device(model, elastic, s, ranks, dtype: torch.dtype, sharded: bool) -> None:

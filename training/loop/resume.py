@@ -7,10 +7,9 @@ import torch
 
 from common.errors import UserError
 from common.gpt_config import model_args
-from common.settings import COMMAND_LINE, MODEL
+from common.settings import MODEL
 from training.checkpoint import file as ckpt
 from training.checkpoint.manager import peek
-from training.elastic.plans import of_checkpoint
 from training.parallel import fsdp
 from training.parallel.distributed import Ranks, env_int, launch_id
 from training.step.optim import load_optimizer
@@ -45,7 +44,7 @@ def checkpoint_of(run) -> dict | None:
     config, plans = run.model.config, {}
     if run.elastic:
         plans = {'plans': [{'changes': plan.changes, 'loss': loss} for plan, loss in
-                           itertools.zip_longest(run.elastic.plans, run.plan_losses)]}
+                           itertools.zip_longest(run.elastic.plans, run.elastic.losses)]}
     shape = {name: getattr(config, name) for name in MODEL}
     return {'model': weights, 'optimizer': moments, 'model_args': model_args(config),
             'iter_num': run.iter_num, 'best_val_loss': run.best_val_loss,
@@ -73,8 +72,6 @@ def restore(run, saved: dict):
     run.iter_num = saved['iter_num']
     with ckpt.restoring(origin, 'skipped'):
         run.update.counts[0] = run.update.reported = int(saved.get('skipped', 0))
-    if run.elastic and not run.changed and not run.s.given.get('plans') == COMMAND_LINE:
-        run.plan_losses = of_checkpoint(saved.get('plans'), run.model.config)[1]
     if not run.changed:  # a changed model starts a new history
         run.best_val_loss = torch.as_tensor(saved['best_val_loss'])
         run.holds_best, run.saved_at = bool(saved.get('holds_best', True)), run.iter_num

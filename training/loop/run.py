@@ -22,7 +22,7 @@ class Run:
     Attributes:
         model, compiled, trained: the GPT, or with plans the `Elastic` of it in its place; compiled
             if s.compile; and that under DDP, if it is used.
-        elastic: None without plans. plan_losses: validation losses of its plans, the base's first.
+        elastic: None without plans.
         changed: whether settings differ from those that the model was trained with.
         path, origin: ckpt.pt, and the checkpoint to resume from.
         saved_at, holds_best: the iteration of the last checkpoint saved or resumed from (-1: none),
@@ -35,7 +35,7 @@ class Run:
         self.s, self.ranks, self.device, self.dtype = s, ranks, ranks.device, dtype
         self.data, self.batches = data, batches
         self.model, self.changed, self.optimizer = model, changed, optimizer
-        self.elastic, self.plan_losses = elastic, []
+        self.elastic = elastic
         self.compiled = self.trained = elastic or model
         self.sharded = fsdp.used(s.parallel, ranks)
         self.autocast = autocast(self.device, dtype)
@@ -96,7 +96,8 @@ class Run:
                   for i in range(n_others)]
         if None in (*means.values(), *others):
             return None
-        self.plan_losses = [means['val'], *others] if others else []
+        if self.elastic:
+            self.elastic.losses = [means['val'], *others]
         return means
 
     def _mean_loss(self, model, split: str, stop) -> float | None:
@@ -117,7 +118,7 @@ class Run:
 
     def plan_lines(self) -> list[str]:
         """A line a plan of an elastic model: its bytes and its validation loss."""
-        return table(self.elastic.plans, self.plan_losses) if self.plan_losses else []
+        return table(self.elastic.plans, self.elastic.losses) if self.elastic else []
 
     def step(self):
         """Run one iteration: forward and backward over this rank's micro-batches, clip, update.
