@@ -12,8 +12,8 @@ offset keys, tied K and V, and latents can be neither added nor removed. Setting
 conversion cannot change are printed, and stay as they were. The converted model is
 worse until it is trained more: the GQA paper (Ainslie et al. 2023) needs 5% of the original steps.
 The new checkpoint is at iteration 0, without optimizer state. An elastic model (train.py --plans)
-needs no more training at its plans; with --kv_budget, of one sequence of block_size tokens in
---kv_dtype, its best plan within that is converted.
+was trained at its plans; with --kv_budget, of one sequence of block_size tokens in --kv_dtype, its
+best plan within that is converted.
 """
 from common import startup  # noqa: F401  # isort: skip  (before torch is imported)
 import dataclasses
