@@ -11,9 +11,11 @@ against M * (K + N). At 3.35 TB/s, bfloat16, a 768 x 768 matrix takes 0.35 us an
 1.4 us, less than the launch of a kernel, so what matters is how few kernels there are (six a layer
 in place of eleven), and that all of W is on its way at once.
 
-One program computes BLOCK_N outputs of all rows. W is the first operand of the tensor cores'
-product, whose 16 rows it fills, and SPLIT warps each take a part of the columns: a program for 16
-outputs has four warps with 128 columns each in flight, while those of the next ones are copied.
+Up to FEW rows (`_few_rows`) a program computes a few outputs from all columns at once. It asks for
+its weights before it reads a row, so that they arrive while the row is normalized. For more rows
+(`_linear`), W is the first operand of the tensor cores' product, whose 16 rows it fills, and SPLIT
+warps each take a part of the columns: a program for 16 outputs has four warps with 128 columns each
+in flight, while those of the next ones are copied.
 
 Letters: M rows, K inputs, N outputs.
 """
@@ -26,6 +28,8 @@ from engine.weights.linear import FewRowsLinear
 from engine.weights.quantized import Int8Linear
 
 MOST_ROWS, MOST_FLOAT_ROWS = 64, 16  # of int8; of floats: torch is faster with 32 (results/gpu)
+FEW, MOST_COLUMNS = 8, 4096  # what `_few_rows` holds in registers
+PROGRAMS = 192  # wanted, of `_few_rows`: an H100 or H200 has 132 multiprocessors
 SPLIT = 4     # warps, one for each part of the columns
 STAGES = 3
 ACTIVATIONS = {'': 0, 'none': 1, 'tanh': 2, 'relu2': 3}  # `nn.GELU.approximate`; ReLU squared
@@ -131,6 +135,49 @@ def _linear(X, W, W_SCALE, BIAS, GAIN, SHIFT, RESIDUAL, Y, M, N, K, eps,
     tl.store(Y + at, y.to(Y.dtype.element_ty), mask=some)
 
 
+@triton.jit(do_not_specialize=['M'])
+def _few_rows(X, W, W_SCALE, BIAS, GAIN, SHIFT, RESIDUAL, Y, M, N, K, eps,
+              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+              NORM: tl.constexpr, ACTIVATION: tl.constexpr):
+    """BLOCK_N outputs of all M rows, from all K columns at once. Weights are multiplied by ordinary
+    instructions: with so few rows they wait for memory all the same."""
+    n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    of_n, of_k = n < N, k < K
+    w = tl.load(W + n.to(tl.int64)[:, None] * K + k[None, :], mask=of_n[:, None] & of_k[None, :],
+                other=0)
+    gain = tl.load(GAIN + k, mask=of_k, other=0).to(tl.float32) if NORM else 0.0
+    shift = tl.load(SHIFT + k, mask=of_k, other=0).to(tl.float32) if SHIFT is not None else 0.0
+    bias = tl.load(BIAS + n, mask=of_n, other=0).to(tl.float32) if BIAS is not None else 0.0
+    INT8: tl.constexpr = W_SCALE is not None
+    w_scale = tl.load(W_SCALE + n, mask=of_n, other=0) / 127.0 if INT8 else 1.0
+    for m in tl.static_range(BLOCK_M):
+        some = of_k & (m < M)
+        x = tl.load(X + m * K + k, mask=some, other=0)
+        if NORM:  # in one pass; relative to the first number, which keeps the digits of the rest
+            origin = tl.load(X + m * K, mask=m < M, other=0).to(tl.float32)
+            off = tl.where(some, x.to(tl.float32) - origin, 0.0)
+            mean = tl.sum(off, 0) / K
+            variance = tl.maximum(tl.sum(off * off, 0) / K - mean * mean, 0.0)
+            rstd = tl.rsqrt(variance + tl.cast(eps, tl.float32))  # Inductor may pass float64
+            x = ((off - mean) * rstd * gain + shift).to(x.dtype)
+        wide = x.to(tl.float32)
+        if INT8:
+            size = tl.abs(wide)
+            lost = tl.sum((wide != wide).to(tl.int32), 0) > 0  # a maximum may ignore NaN
+            largest = tl.where(lost, float('nan'), tl.max(size, 0))
+            most = tl.full((), 127.0, tl.float32)
+            inverse = tl.where(largest > 0, tl.math.div_rn(most, largest), 0.0)
+            whole = ((wide * inverse + 12582912.0) - 12582912.0).to(tl.int32)  # as in `_linear`
+            y = tl.sum(w.to(tl.int32) * whole[None, :], 1).to(tl.float32) * largest * w_scale
+        else:
+            y = tl.sum(w.to(tl.float32) * wide[None, :], 1)
+        y = _activated(y + bias, ACTIVATION)
+        out = of_n & (m < M)
+        if RESIDUAL is not None:
+            y += tl.load(RESIDUAL + m * N + n, mask=out, other=0).to(tl.float32)
+        tl.store(Y + m * N + n, y.to(Y.dtype.element_ty), mask=out)
+
+
 def fused_linear(x, linear, norm=None, activation: str = '', residual=None) -> torch.Tensor:
     """residual + activation(linear(norm(x))); norm(x) and the result are rounded to x's dtype.
 
@@ -145,14 +192,22 @@ def fused_linear(x, linear, norm=None, activation: str = '', residual=None) -> t
     y = x.new_empty(M, N)
     dtype, precision = arithmetic(x.dtype, x.dtype)
     scale = linear.scale if isinstance(linear, Int8Linear) else None
+    args = (x, linear.weight, scale, linear.bias, norm and norm.weight, norm and norm.bias,
+            residual, y, M, N, K, 1e-5)
+    how = dict(NORM=norm is not None, ACTIVATION=ACTIVATIONS[activation])
+    if M <= FEW and K <= MOST_COLUMNS:
+        block_k = triton.next_power_of_2(K)
+        block_n = next(n for n in (8, 4, 2) if triton.cdiv(N, n) >= PROGRAMS or n == 2)
+        _few_rows[(triton.cdiv(N, block_n),)](
+            *args, **how, BLOCK_M=triton.next_power_of_2(M), BLOCK_N=block_n, BLOCK_K=block_k,
+            num_warps=max(1, min(8, block_n * block_k // 2048)))
+        return y
     block_m = max(8, triton.next_power_of_2(M))
     block_n, block_k = (16, 128) if block_m <= 16 else (16, 64) if block_m == 32 else (32, 32)
     if precision and scale is None:  # without tensor cores
         block_n, block_k = 16, 32 if block_m <= 16 else 16
     _linear[(triton.cdiv(N, block_n),)](
-        x, linear.weight, scale, linear.bias, norm and norm.weight, norm and norm.bias, residual, y,
-        M, N, K, 1e-5, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, SPLIT=SPLIT,
-        NORM=norm is not None, ACTIVATION=ACTIVATIONS[activation], DTYPE=dtype,
+        *args, **how, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, SPLIT=SPLIT, DTYPE=dtype,
         PRECISION=precision, num_warps=SPLIT, num_stages=STAGES)
     return y
 

@@ -46,13 +46,14 @@ class Launched:
         given = dict(zip(self.kernel.arg_names, args)) | constants
         kernel_name, form = self.kernel.__name__, specialised(self.kernel, given)
         compiled.add(str((kernel_name, num_warps, num_stages, form)))
-        outputs = {'_split': ('OUT', 'LSE'), '_join': ('OUT',), '_write': ('Q',), '_linear': ('Y',)}
+        outputs = {'_split': ('OUT', 'LSE'), '_join': ('OUT',), '_write': ('Q',), '_linear': ('Y',),
+                   '_few_rows': ('Y',)}
         for name in outputs[kernel_name]:
             given[name].zero_()
 
 
 for module, name in ((decode, '_split'), (decode, '_join'), (qkv, '_write'),
-                     (fused_linear, '_linear')):
+                     (fused_linear, '_linear'), (fused_linear, '_few_rows')):
     setattr(module, name, Launched(getattr(module, name)))
 heads, kv_dtype, room, prefix = json.loads(sys.argv[1])
 config = FULL_STACK | dict(n_kv_head=heads, window_size=20, block_size=room, head_dim=16)
