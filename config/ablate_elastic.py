@@ -3,6 +3,11 @@
 #   python ablate.py config/ablate_elastic.py
 #   python ablate.py config/ablate_elastic.py --name=elastic_20 --max_iters=4000 \
 #       --lr_decay_iters=4000 --cooldown_iters=800    # at 20 tokens per parameter
+# A smaller model at 20 tokens per parameter, on characters of Shakespeare:
+#   python ablate.py config/ablate_elastic.py --name=elastic_chars --dataset=shakespeare_works \
+#       --n_embd=48 --n_head=4 --block_size=256 --contexts=256 --batch_size=20 --max_iters=680 \
+#       --lr_decay_iters=680 --cooldown_iters=136 --warmup_iters=30 --eval_interval=680 --jobs=2
+#   python lab/scripts/elastic.py results/elastic_chars    # the prices, paired by seed; a picture
 base = 'config/code_vanilla.py'
 n_embd = 80
 n_head = 5
@@ -35,7 +40,8 @@ _between = {
 _text = '; '.join(', '.join(f'{name}={value}' for name, value in _plan.items())
                   for _plan in _plans.values())
 rows = {'base alone': {}, 'elastic': dict(plans=_text)}
-side_rows = {}
+side_rows = {f'base in {_dtype}': ('base alone', dict(kv_dtype=_dtype))
+             for _dtype in ('int8', 'int4')}
 for _name, _plan in _plans.items():
     side_rows |= {
         f'{_name}, alone': ('base alone', _plan),

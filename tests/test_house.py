@@ -24,18 +24,18 @@ CORE_TOKENS = 15_660
 # number. Before the elastic models they were 23,791 lines without tests, and 21,370 of tests.
 BUDGETS = {
     'nanokv.py': 250,
-    'train.py sample.py chat.py serve.py ablate.py bench.py': 1_149,
+    'train.py sample.py chat.py serve.py ablate.py bench.py': 1_151,
     'lab/': 4_119,
     'serving/': 1_280,
     'interop/': 1_698,
-    'training/': 3_654,
+    'training/': 3_726,
     'extension/': 90,
-    'engine/': 4_466,
+    'engine/': 4_521,
     'attention/': 772,  # without the core, like kv/
     'kv/': 1_107,
     'data/': 1_889,
-    'common/ config/ configurator.py': 1_863,
-    'tests/': 21_758,
+    'common/ config/ configurator.py': 1_869,
+    'tests/': 21_867,
 }
 house = pytest.mark.house
 

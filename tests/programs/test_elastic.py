@@ -4,6 +4,7 @@ import io
 import json
 import random
 import re
+import shutil
 import signal
 
 import pytest
@@ -19,7 +20,7 @@ from interop.choose import Budget, choose
 from kv import __main__ as plan_program
 from model import GPT
 from tests.programs.support import (
-    HARD, TINY, assert_same_weights, flags, load, losses, raise_signal, run_train)
+    HARD, TINY, assert_same_weights, flags, load, losses, metrics, raise_signal, run_train)
 from training.checkpoint.file import config_of, load_checkpoint
 from training.checkpoint.load_model import model_of
 from training.elastic.plans import of_checkpoint, plans_of
@@ -158,6 +159,30 @@ def test_a_trained_model_becomes_elastic(tmp_path, capsys):
     run_train(tmp_path, ROPE, optimizer='muon', init_from='resume', plans='n_kv_head=1',
               max_iters=61)  # others on the command line
     assert len(load(tmp_path / 'ckpt.pt')['plans']) == 2
+
+
+def test_a_teacher_is_learned_from(elastic, tmp_path):
+    """Its divergence from itself is 0, and grows where it is cut."""
+    shutil.copytree(elastic, tmp_path / 'out')
+    run_train(tmp_path / 'out', ROPE, init_from='resume', max_iters=41, log_interval=1,
+              teacher=str(elastic / 'ckpt.pt'), plans='layer_pattern=LLLG, window_size=2')
+    losses = [row['loss'] for row in metrics(tmp_path / 'out') if 'loss' in row]
+    assert 1e-6 < losses[-1] < 0.5, losses
+
+
+@pytest.mark.parametrize('teacher, plans, words', [
+    ('ckpt.pt', '', 'give --plans, too'), ('none.pt', PLANS, 'none.pt'),
+    ('wide', PLANS, 'tokens and a context of')])
+def test_teachers_that_cannot_teach_are_refused(teacher, plans, words, elastic, tmp_path):
+    if teacher == 'wide':
+        saved = load(elastic / 'ckpt.pt')
+        changed = GPTConfig(**saved['model_args'] | dict(vocab_size=70))
+        torch.save(saved | {'model_args': vars(changed), 'plans': None,
+                            'model': GPT(changed).state_dict()}, tmp_path / 'wide.pt')
+    path = {'ckpt.pt': elastic / 'ckpt.pt', 'wide': tmp_path / 'wide.pt'}.get(teacher, teacher)
+    with pytest.raises(UserError, match=words):
+        run_train(tmp_path / 'out', ROPE, teacher=str(path), plans=plans)
+    assert not (tmp_path / 'out').exists()
 
 
 @pytest.mark.parametrize('settings, words', [

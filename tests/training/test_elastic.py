@@ -10,7 +10,7 @@ from interop.choose import at_plan
 from model import GPT
 from tests.helpers.models import feed, full_logits, max_gap, random_model, tokens
 from training.elastic.plans import Plan, made, of_checkpoint, plans_of, table
-from training.elastic.step import Elastic
+from training.elastic.step import Elastic, as_teacher
 from training.memory.recompute import set_recompute
 from training.native.modules import speed_up
 from training.step.loss import linear_cross_entropy
@@ -120,9 +120,36 @@ def test_a_step_is_the_mean_over_the_plans_of_their_parts(whole):
         assert abs(slope - gradients[name][i, 3].item()) < 1e-6 * max(1, abs(slope))
 
 
-@pytest.mark.parametrize('recompute', ['none', 'block', 'selective', 'mlp', 'offload'])
-def test_the_extension_recomputation_and_autocast_take_the_same_step(recompute):
+def test_with_a_teacher_each_plan_learns_its_predictions():
+    wide = GPTConfig(**vars(BASE) | dict(n_embd=48, n_layer=2, block_size=64))
+    teacher = as_teacher(random_model(wide, torch.float64))
+    model = elastic()
+    taught = Elastic(model.base, model.plans, teacher=teacher).train()
+    x, y = batch(9)
+    loss = taught(x, y)[1]
+    loss.backward()
+    assert all(p.grad is None for p in teacher.parameters())
+    assert all(p.grad.abs().sum() > 0 for p in model.base.parameters())
+    expected, theirs = 0, full_logits(teacher, x).softmax(-1)
+    for plan, a, p in zip(model.plans, x.tensor_split(4), theirs.tensor_split(4)):
+        ours = full_logits(at_plan(model.base, plan), a).softmax(-1)
+        expected += (p * (p / ours).log()).sum(-1).mean() * len(a) / 9
+    assert abs(loss - expected) < 1e-14
+    taught.eval()
+    for i in range(4):  # evaluation is of the tokens
+        assert taught.under(i, x, y)[1] == model.eval().under(i, x, y)[1]
+
+
+@pytest.mark.parametrize('recompute, taught', [
+    ('none', False), ('block', False), ('selective', True), ('mlp', False), ('offload', False)])
+def test_the_extension_recomputation_and_autocast_take_the_same_step(recompute, taught):
     plain, fast = (elastic(dtype=torch.float32) for _ in range(2))
+    for each in (plain, fast) if taught else ():
+        each.teachers = as_teacher(random_model(BASE, torch.float32)),
+        with torch.no_grad():
+            each.teachers[0].transformer.ln_f.weight.mul_(-2)  # other predictions than the base's
+    if taught:
+        speed_up(fast.teachers[0])
     for each in fast.models:
         each.loss_fn = linear_cross_entropy
         set_recompute(each, recompute)

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 import training.step.loss
-from training.step.loss import cross_entropy, linear_cross_entropy
+from training.step.loss import cross_entropy, distillation, linear_cross_entropy
 
 C, V = 16, 37
 # 3 rows per chunk: one chunk, one row more, several chunks, a remainder
@@ -118,3 +118,21 @@ def test_float16_keeps_small_gradients_for_the_loss_scale(monkeypatch):
         found[form] = a.grad, b.grad[50:]
     for whole, chunked, truth in zip(found['whole'], found['chunked'], found['truth']):
         assert (chunked - truth).norm() < 2 * (whole - truth).norm() < 1e-2 * truth.norm()
+
+
+@ROWS
+def test_distillation_is_the_divergence_from_the_teacher(n, recorded):
+    """In chunks, with tokens that do not count, and a teacher of another width."""
+    x, weight, targets = problem(n, ignored=(1,))
+    teacher, teacher_weight = (torch.randn(k, C + 5, dtype=torch.float64) for k in (n, V))
+
+    def whole(x, weight, targets):
+        ours, theirs = (x @ weight.T).softmax(-1), (teacher @ teacher_weight.T).softmax(-1)
+        return (theirs * (theirs / ours).log()).sum(-1)[targets >= 0].mean()
+    given = x, weight, targets
+    wanted = with_gradients(whole, *given, factor=-2.5)
+    seen = recorded(training.step.loss.F, 'linear', lambda x, weight: len(x))
+    found = with_gradients(lambda *given: distillation(*given, teacher, teacher_weight), *given,
+                           factor=-2.5)
+    assert max(gaps(found, wanted)) < 1e-12 and max(seen) == 3
+    assert distillation(*given, x.detach(), weight.detach()).abs() < 1e-15

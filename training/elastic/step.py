@@ -1,4 +1,6 @@
 """A GPT that is trained under several KV plans at once."""
+import functools
+
 import torch
 from torch import nn
 
@@ -6,6 +8,7 @@ from kv.weights import EMBEDDING, HEAD, shapes
 from model import GPT
 from training.checkpoint.convert import converted
 from training.elastic.plans import Plan
+from training.step.loss import distillation
 
 
 class Elastic(nn.Module):
@@ -17,14 +20,16 @@ class Elastic(nn.Module):
     plans: the base's first. losses: their validation losses when they were last evaluated, [] if
     they were not. models: theirs, whose weights are the base's own or made of them anew
     for each forward pass; they stay until the next one, since recomputation reads them again.
+    teacher: a GPT with the base's vocabulary, or None. In training the loss is then the divergence
+    from its predictions.
     """
 
-    def __init__(self, base: GPT, plans: list[Plan], losses=()):
+    def __init__(self, base: GPT, plans: list[Plan], losses=(), teacher: GPT | None = None):
         super().__init__()
         self.base, self.plans, self.losses = base, plans, [*losses]
         with torch.device('meta'):
             others = [GPT(plan.config) for plan in plans[1:]]
-        self.models = (base, *others)  # a tuple: they are no submodules
+        self.models, self.teachers = (base, *others), (teacher,)  # tuples: no submodules
         self.names = [shapes(model.config, model.plan).keys() for model in self.models]
         for i in range(1, len(plans)):
             put(self.models[i], self.weights(i))
@@ -56,8 +61,32 @@ class Elastic(nn.Module):
             if not torch.compiler.is_compiling():
                 # recomputation casts all weights again, also those that another plan has cast
                 torch.clear_autocast_cache()
-            loss = loss + self.under(i, x, y)[1] * (len(x) / len(idx))
+            loss = loss + self.taught(i, x, y) * (len(x) / len(idx))
         return None, loss
+
+    def taught(self, i, idx, targets):
+        """The loss of plan i in training."""
+        [teacher], model = self.teachers, self.models[i]
+        if teacher is None:
+            return self.under(i, idx, targets)[1]
+        with torch.no_grad():
+            learned = functools.partial(distillation, teacher=teacher(idx, targets)[1],
+                                        teacher_weight=teacher.lm_head.weight)
+        usual, model.loss_fn = model.loss_fn, learned
+        try:
+            return self.under(i, idx, targets)[1]
+        finally:
+            model.loss_fn = usual
+
+
+def as_teacher(model: GPT) -> GPT:
+    """Let a model, in place, give its last hidden states (N, C) as the loss."""
+    model.loss_fn = _hidden_states
+    return model.eval().requires_grad_(False)
+
+
+def _hidden_states(x, weight, targets):
+    return x
 
 
 def put(model: nn.Module, weights: dict) -> None:

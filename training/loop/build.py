@@ -8,10 +8,10 @@ from common.gpt_config import GPTConfig, unknown_field
 from common.settings import COMMAND_LINE
 from model import GPT
 from training.checkpoint.adapt import adapt, adapted_config, differences, keep_trained, wishes
-from training.checkpoint.file import config_of, load_weights
-from training.checkpoint.load_model import check_weights
+from training.checkpoint.file import config_of, load_checkpoint, load_weights
+from training.checkpoint.load_model import check_weights, model_of
 from training.elastic.plans import of_checkpoint, plans_of, table
-from training.elastic.step import Elastic
+from training.elastic.step import Elastic, as_teacher
 from training.memory.recompute import set_recompute
 from training.native.loading import wanted
 from training.native.modules import speed_up
@@ -90,6 +90,9 @@ def elastic_of(model: GPT, s, saved: dict | None, changed: bool) -> Elastic | No
     plans, losses = (of_checkpoint(kept, model.config) if kept
                      else (plans_of(s.plans, model.config), []))
     if len(plans) == 1:
+        if s.teacher:
+            raise UserError(f'teacher={s.teacher!r} is for the plans of an elastic model: give '
+                            '--plans, too')
         return None
     if s.parallel == 'fsdp':
         raise UserError("plans do not go with parallel='fsdp', whose weights are in shards")
@@ -99,7 +102,22 @@ def elastic_of(model: GPT, s, saved: dict | None, changed: bool) -> Elastic | No
         raise UserError(f'batch_size={s.batch_size} is less than the {len(plans)} plans (with the '
                         "model's own), each of which takes a part of every batch")
     print('plans, in bytes of one sequence in bfloat16:', *table(plans), sep='\n  ')
-    return Elastic(model, plans, [] if changed else losses)
+    return Elastic(model, plans, [] if changed else losses, teacher_of(s, model.config))
+
+
+def teacher_of(s, config: GPTConfig) -> GPT | None:
+    """The model named by `s.teacher`: a checkpoint's, or GPT-2. UserError: if its tokens or its
+    context are not those of `config`."""
+    if not s.teacher:
+        return None
+    path = Path(s.teacher)
+    model = (model_of(load_checkpoint(path), path, dropout=0.0) if path.suffix == '.pt' else
+             GPT.from_pretrained(s.teacher, dict(dropout=0.0)))
+    of = model.config
+    if of.vocab_size != config.vocab_size or of.block_size < config.block_size:
+        raise UserError(f'teacher={s.teacher!r} has {of.vocab_size} tokens and a context of '
+                        f'{of.block_size}, the model {config.vocab_size} and {config.block_size}')
+    return as_teacher(model)
 
 
 def move_to_device(model, elastic, s, ranks, dtype: torch.dtype, sharded: bool) -> None:
@@ -107,9 +125,11 @@ def move_to_device(model, elastic, s, ranks, dtype: torch.dtype, sharded: bool) 
     its plans."""
     if not sharded:
         model.to(ranks.device)
+    teachers = [each.to(ranks.device) for each in elastic.teachers if each] if elastic else []
     for each in elastic.models if elastic else [model]:
         set_recompute(each, s.recompute)
         each.loss_fn = linear_cross_entropy if s.chunked_loss else None
+    for each in (*elastic.models, *teachers) if elastic else [model]:
         each.attention_backend = s.attention_backend
     if sharded:
         fsdp.shard(model, ranks, dtype, s.compile)
@@ -117,7 +137,7 @@ def move_to_device(model, elastic, s, ranks, dtype: torch.dtype, sharded: bool) 
         describe_attention(each, dtype, model.config.dropout)
     print(describe_attention(model, dtype, model.config.dropout))
     if wanted(s.dtype, s.compile, ranks.device):
-        for each in elastic.models if elastic else [model]:
+        for each in (*elastic.models, *teachers) if elastic else [model]:
             speed_up(each)
         matmuls = ', matmuls in bfloat16' if dtype == torch.bfloat16 else ''
         unknown = unknown_field(model.config, 'fast')

@@ -6,6 +6,7 @@ FusedLinearCrossEntropy, Hsu et al. 2024). The backward pass only scales the gra
 """
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from model import cross_entropy
 
@@ -104,3 +105,25 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx, grad):
         grad_x, grad_w = ctx.saved_tensors
         return grad_x.mul_(grad), grad_w.mul_(grad), *[None] * 7
+
+
+def distillation(x, weight, targets, teacher, teacher_weight, ignore_index: int = -1):
+    """Return the mean divergence (Kullback-Leibler) of the predictions of the logits `x @ weight.T`
+    from a teacher's, `teacher @ teacher_weight.T` (Hinton et al. 2015). The backward pass computes
+    the logits of each chunk again.
+
+    x: (N, C). weight: (V, C). targets: (N,), of which only those equal to `ignore_index` matter:
+    they do not count. teacher: (N, D). teacher_weight: (V, D).
+    """
+    rows, counted = rows_at_a_time(weight.size(0), x.device.type), targets != ignore_index
+    total = sum(checkpoint(_divergence, *chunk, weight, teacher_weight, use_reentrant=False,
+                           preserve_rng_state=False)
+                for chunk in zip(x.split(rows), teacher.split(rows), counted.split(rows)))
+    return total / counted.sum()
+
+
+def _divergence(x, teacher, counted, weight, teacher_weight):
+    ours, theirs = (y.to(torch.promote_types(y.dtype, torch.float32)).log_softmax(-1)
+                    for y in (F.linear(x, weight), F.linear(teacher, teacher_weight)))
+    each = F.kl_div(ours, theirs, log_target=True, reduction='none').sum(-1)
+    return each.where(counted, 0).sum()

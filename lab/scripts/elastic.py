@@ -1,0 +1,72 @@
+"""What one training for several plans costs: the rows of config/ablate_elastic.py, paired by seed.
+
+    python lab/scripts/elastic.py results/elastic_NAME    # prints a table; writes elastic.png there
+
+Reads results.json of the folder, which ablate.py wrote.
+"""
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from lab.ablation.stats import paired_difference  # noqa: E402
+from lab.tables import Table  # noqa: E402
+from training.plot.figures import COLOURS, plain_log_ticks, save, subplots  # noqa: E402
+
+# ends of rows' names: what the picture says, and how it is drawn
+KINDS = {'alone': ('trained alone', 'o-'), 'elastic': ('one elastic model', 's-'),
+         'elastic (not trained for)': ('the same, not trained for', 's'),
+         'base cut to it': ('the base, cut without training', 'x--')}
+
+
+def plans(folder: Path) -> dict:
+    """{plan: {kind: (KV bytes a token, {seed: nats})}}, from the largest to the smallest."""
+    rows = json.loads((folder / 'results.json').read_text('utf-8'))['rows']
+    found = {}
+    for row in rows:
+        name = {'base alone': 'base, alone', 'elastic': 'base, elastic'}.get(row['name'], row['name'])
+        plan, _, kind = name.rpartition(', ')
+        if kind in KINDS and 'val_loss' in row:
+            losses = dict(zip(row['seeds'], row['val_loss']['each']))
+            found.setdefault(plan, {})[kind] = row['kv']['bytes_per_token'], losses
+    return dict(sorted(found.items(), key=lambda item: -next(iter(item[1].values()))[0]))
+
+
+def mean(losses: dict) -> float:
+    return sum(losses.values()) / len(losses)
+
+
+def table(found: dict) -> Table:
+    rows = []
+    for plan, kinds in found.items():
+        nbytes = next(iter(kinds.values()))[0]
+        losses = [f'{mean(kinds[kind][1]):.4f}' if kind in kinds else '-' for kind in KINDS]
+        price = '-'
+        if {'alone', 'elastic'} <= kinds.keys():
+            pair = paired_difference(kinds['elastic'][1], kinds['alone'][1])
+            half = '' if pair['half_95'] is None else f" ±{pair['half_95']:.4f}"
+            price = f"{pair['mean']:+.4f}{half}"
+        rows.append([plan, f'{nbytes:,.0f}', *losses, price])
+    return Table('Validation loss, nats per token',
+                 ['plan', 'KV bytes/token', *KINDS, 'elastic minus alone'], rows)
+
+
+def draw(found: dict, path: Path) -> None:
+    with subplots(figsize=(7.2, 4.4)) as (figure, axis):
+        for (kind, (label, style)), color in zip(KINDS.items(), COLOURS):
+            points = [(kinds[kind][0], mean(kinds[kind][1])) for kinds in found.values()
+                      if kind in kinds]
+            if points:
+                axis.plot(*zip(*points), style, color=color, label=label)
+        axis.set(xscale='log', yscale='log', xlabel='KV bytes per token (bfloat16)',
+                 ylabel='validation loss, nats per token')
+        plain_log_ticks(axis.xaxis, *axis.get_xlim(), subs=(1, 3))
+        axis.legend()
+        save(figure, path, metadata={'Software': None})
+
+
+if __name__ == '__main__':
+    where = Path(sys.argv[1])
+    print(table(plans(where)).markdown())
+    draw(plans(where), where / 'elastic.png')
