@@ -88,8 +88,8 @@ class Settings(OutDir, Data, Model, Device, Attention):
     # smaller memories
     plans: str = key('', "KV plans to train along, each on a part of every batch: 'auto', or "
                      "'n_kv_head=1; n_kv_head=1, layer_pattern=LLG, window_size=32; ...'")
-    teacher: str = key('', 'with plans: a checkpoint (a .pt file) or GPT-2, whose predictions each '
-                       'plan then learns in place of the tokens')
+    teacher: str = key('', 'a checkpoint (a .pt file) or GPT-2, whose predictions the model, or each '
+                       'of its plans, learns in place of the tokens')
     # memory and devices
     recompute: str = key('none', "activations to recompute: 'none', 'selective', 'mlp', 'block', "
                          "'every:K' blocks, 'sqrt', 'offload' (to host memory instead)")

@@ -5,12 +5,13 @@
     python -m interop.convert out-rope-mha out-small config/train_mqa_local.py # a config's settings
     python -m interop.convert out-elastic out-64k --kv_budget=64KB             # of train.py --plans
     python train.py config/train_rope_mha.py --init_from=resume --out_dir=out-mqa --n_kv_head=1 \\
-        --max_iters=70
+        --teacher=out-rope-mha/ckpt.pt --max_iters=160 --batch_size=2
 
 K/V heads are pooled by their mean; layers that share a cache use the K and V of the first. Sinks,
 offset keys, tied K and V, and latents can be neither added nor removed. Settings of a config that a
 conversion cannot change are printed, and stay as they were. The converted model is
 worse until it is trained more: the GQA paper (Ainslie et al. 2023) needs 5% of the original steps.
+Small batches, for many steps, and the model that was converted as the teacher help.
 The new checkpoint is at iteration 0, without optimizer state. An elastic model (train.py --plans)
 was trained at its plans; with --kv_budget, of one sequence of block_size tokens in --kv_dtype, its
 best plan within that is converted.

@@ -134,7 +134,7 @@ class _Step:
         if compiled:
             call = torch.compile(with_own_code(_logits), fullgraph=True, dynamic=False)
         self._forward = _Graph(lambda: call(self.model, self.static, self.tokens))
-        self._greedy = _Graph(lambda: draw_plain(self.logits))
+        self._greedy = _Graph(lambda: _most_likely(self.logits))
         self._draw = _Graph(lambda: draw_plain(self.logits, *self.numbers))
 
     def prepare(self, pool, stream):
@@ -143,6 +143,7 @@ class _Step:
         self.static.set([])
         if stream is None:
             self.logits = self._forward.run()
+            self._greedy.run()
             return None
         gc.collect()  # an old graph must not be destroyed while another is captured
         pool = self._forward.capture(pool, stream)
@@ -171,6 +172,14 @@ class _Step:
 def _logits(model, cache, tokens):
     """(n, 1) ids -> (n, V)"""
     return model(tokens, cache=cache)[0][:, -1]
+
+
+def _most_likely(logits):
+    """(n, V) -> (n,)"""
+    if not triton_usable(logits.device) or not logits.is_contiguous():
+        return draw_plain(logits)
+    from engine.steps.greedy import most_likely
+    return most_likely(logits)
 
 
 class _Graph:

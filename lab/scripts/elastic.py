@@ -16,7 +16,7 @@ from training.plot.figures import COLOURS, plain_log_ticks, save, subplots  # no
 
 # ends of rows' names: what the picture says, and how it is drawn
 KINDS = {'alone': ('trained alone', 'o-'), 'elastic': ('one elastic model', 's-'),
-         'elastic (not trained for)': ('the same, not trained for', 's'),
+         'elastic (not trained for)': ('the same, plans it was not trained for', '^'),
          'base cut to it': ('the base, cut without training', 'x--')}
 
 
@@ -59,7 +59,7 @@ def draw(found: dict, path: Path) -> None:
                       if kind in kinds]
             if points:
                 axis.plot(*zip(*points), style, color=color, label=label)
-        axis.set(xscale='log', yscale='log', xlabel='KV bytes per token (bfloat16)',
+        axis.set(xscale='log', xlabel='KV bytes per token (bfloat16)',
                  ylabel='validation loss, nats per token')
         plain_log_ticks(axis.xaxis, *axis.get_xlim(), subs=(1, 3))
         axis.legend()

@@ -10,7 +10,8 @@ sys.modules['triton'] = sys.modules['flash_attn'] = None  # importing them is an
 import torch
 import attention, config, data, engine, interop, kv, lab.ablation, lab.benchmarks, training
 of_other_packages = {'attention.kernels.decode', 'attention.kernels.qkv',  # Triton
-                     'engine.steps.fused_linear', 'interop.nanokv_vllm.model'}  # Triton, vLLM
+                     'engine.steps.fused_linear', 'engine.steps.greedy',
+                     'interop.nanokv_vllm.model'}  # vLLM
 for package in (attention, config, engine, interop, kv, lab.ablation, lab.benchmarks, training):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):
         ladders_and_mains = module.name.startswith('config.') or module.name.endswith('__main__')

@@ -217,3 +217,18 @@ def test_wrong_calls():
     with pytest.raises(IndexError):
         sample_rows(torch.zeros(1, 3), [row_of(SamplingParams(repetition_penalty=2.0), [3])])
     assert sample_rows(torch.zeros(0, 3), []).tokens.tolist() == []
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize('B, V', [(1, 1), (6, 5), (6, 50), (8, 1003), (40, 129)])
+def test_the_kernels_of_greedy_decoding_are_draw_plain(B, V, dtype, device):
+    pytest.importorskip('triton')
+    from engine.steps.greedy import most_likely
+    logits = random_logits(B, V, seed=V).to(device, dtype)
+    if B > 1:
+        logits[1] = logits[1].round()  # of equal ones the first
+        logits[2], logits[3, -1], logits[4, V // 2] = -torch.inf, torch.nan, torch.inf
+        logits[5, : V // 2] = -torch.inf
+    found = most_likely(logits)
+    assert torch.equal(found, draw_plain(logits)) and found.dtype == torch.int64
+    assert B == 1 or found[2:5].tolist() == [-1] * 3

@@ -85,23 +85,22 @@ def build_model(s, data, saved: dict | None, origin: Path, new_on: str) -> tuple
 def elastic_of(model: GPT, s, saved: dict | None, changed: bool) -> Elastic | None:
     """The model under the settings' plans, or, unless the command line has others, under those of
     the checkpoint that is resumed, whose losses hold unless the model has `changed`; None without
-    plans. UserError: if it cannot have them."""
+    plans and teacher. UserError: if it cannot have them."""
     kept = (saved or {}).get('plans') if s.given.get('plans') != COMMAND_LINE else None
     plans, losses = (of_checkpoint(kept, model.config) if kept
                      else (plans_of(s.plans, model.config), []))
-    if len(plans) == 1:
-        if s.teacher:
-            raise UserError(f'teacher={s.teacher!r} is for the plans of an elastic model: give '
-                            '--plans, too')
+    if len(plans) == 1 and not s.teacher:
         return None
     if s.parallel == 'fsdp':
-        raise UserError("plans do not go with parallel='fsdp', whose weights are in shards")
+        raise UserError("plans and teachers do not go with parallel='fsdp', whose weights are in "
+                        'shards')
     if s.memory_report:
         print('Note: the memory report is of a step of the base alone, without its plans')
     if s.batch_size < len(plans):
         raise UserError(f'batch_size={s.batch_size} is less than the {len(plans)} plans (with the '
                         "model's own), each of which takes a part of every batch")
-    print('plans, in bytes of one sequence in bfloat16:', *table(plans), sep='\n  ')
+    if len(plans) > 1:
+        print('plans, in bytes of one sequence in bfloat16:', *table(plans), sep='\n  ')
     return Elastic(model, plans, [] if changed else losses, teacher_of(s, model.config))
 
 

@@ -42,7 +42,7 @@ def checkpoint_of(run) -> dict | None:
     if not run.ranks.main:
         return None
     config, plans = run.model.config, {}
-    if run.elastic:
+    if run.elastic and len(run.elastic.plans) > 1:
         plans = {'plans': [{'changes': plan.changes, 'loss': loss} for plan, loss in
                            itertools.zip_longest(run.elastic.plans, run.elastic.losses)]}
     shape = {name: getattr(config, name) for name in MODEL}

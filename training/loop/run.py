@@ -22,7 +22,7 @@ class Run:
     Attributes:
         model, compiled, trained: the GPT, or with plans the `Elastic` of it in its place; compiled
             if s.compile; and that under DDP, if it is used.
-        elastic: None without plans.
+        elastic: None without plans and teacher.
         changed: whether settings differ from those that the model was trained with.
         path, origin: ckpt.pt, and the checkpoint to resume from.
         saved_at, holds_best: the iteration of the last checkpoint saved or resumed from (-1: none),
@@ -118,7 +118,8 @@ class Run:
 
     def plan_lines(self) -> list[str]:
         """A line a plan of an elastic model: its bytes and its validation loss."""
-        return table(self.elastic.plans, self.elastic.losses) if self.elastic else []
+        several = self.elastic and len(self.elastic.plans) > 1
+        return table(self.elastic.plans, self.elastic.losses) if several else []
 
     def step(self):
         """Run one iteration: forward and backward over this rank's micro-batches, clip, update.

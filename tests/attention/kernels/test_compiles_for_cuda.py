@@ -117,35 +117,38 @@ LAYERS = '''
 import json, sys
 import torch
 from engine import native
-from engine.steps import fused_linear
+from engine.steps import fused_linear, greedy
 from engine.weights.quantized import Int8Linear
 from lab.scripts.gpu_times import linear_cases
 from tests.helpers.ahead_of_time import CompilesOnly, resources
 
 native.library = lambda: None  # which would pack int8 weights
 made = []
-for name in ('_linear', '_few_rows'):
-    setattr(fused_linear, name, CompilesOnly(getattr(fused_linear, name), made))
+for module, name in ((fused_linear, '_linear'), (fused_linear, '_few_rows'),
+                     (greedy, '_of_parts'), (greedy, '_of_rows')):
+    setattr(module, name, CompilesOnly(getattr(module, name), made))
 for rows, int8, shape in json.loads(sys.argv[1]):
     for case in linear_cases(rows, torch.device('cpu'), torch.bfloat16, shape, int8).values():
         fused_linear.fused_linear(*case)
+for rows in (1, 256):
+    greedy.most_likely(torch.zeros(rows, 50304, dtype=torch.bfloat16))
 print(json.dumps([{'kernel': kernel.metadata.name, 'warps': kernel.metadata.num_warps,
                    **resources(kernel)} for kernel in made]))
 '''
 
 
 @pytest.mark.slow
-def test_layers_of_few_rows_fit_in_registers(tmp_path):
-    """Those of GPT-2 124M, and the widest that `_few_rows` takes."""
+def test_layers_of_few_rows_and_greedy_decoding_fit_in_registers(tmp_path):
+    """Layers of GPT-2 124M, and the widest that `_few_rows` takes."""
     shapes = [(768, 3840), (1024, 4096)]
     cases = [(rows, int8, shape) for rows in (1, 8, 16) for int8 in (False, True)
              for shape in shapes]
     found = run_alone(LAYERS, json.dumps(cases), TRITON_CACHE_DIR=str(tmp_path))
-    assert len(found) == 4 * len(cases)
-    for i, kernel in enumerate(found):
+    assert len(found) == 4 * len(cases) + 4
+    assert all(kernel['spilled'] == 0 for kernel in found)
+    for i, kernel in enumerate(found[:-4]):
         rows = cases[i // 4][0]
         assert kernel['kernel'] == ('_few_rows' if rows <= 8 else '_linear')
-        assert kernel['spilled'] == 0, (cases[i // 4], kernel)
         # a multiprocessor has room for two programs, so 264 run at once on an H100
         assert kernel['registers'] * 32 * kernel['warps'] <= 65536 // 2
         assert kernel['shared'] <= 227 * 1024 // 2, (cases[i // 4], kernel)
