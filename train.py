@@ -88,8 +88,8 @@ class Settings(OutDir, Data, Model, Device, Attention):
     # smaller memories
     plans: str = key('', "KV plans to train along, each on a part of every batch: 'auto', or "
                      "'n_kv_head=1; n_kv_head=1, layer_pattern=LLG, window_size=32; ...'")
-    teacher: str = key('', 'a checkpoint (a .pt file) or GPT-2, whose predictions the model, or each '
-                       'of its plans, learns in place of the tokens')
+    teacher: str = key('', "a run's folder, a checkpoint (.pt) or GPT-2 (as for init_from), whose "
+                       'predictions the model and its plans learn in place of the tokens')
     # memory and devices
     recompute: str = key('none', "activations to recompute: 'none', 'selective', 'mlp', 'block', "
                          "'every:K' blocks, 'sqrt', 'offload' (to host memory instead)")
@@ -145,7 +145,7 @@ def build(s, ranks) -> Run:
     model, changed = build_model(s, data, saved, origin, new_on)
     if sharded:  # only rank 0 has used its generator, to initialize weights
         torch.set_rng_state(ranks.gather(torch.get_rng_state())[0])
-    elastic = elastic_of(model, s, saved, changed)
+    elastic = elastic_of(model, s, data, saved, changed)
     batches = data.batches(s, model.config, ranks)
 
     torch.manual_seed(s.seed + ranks.rank)  # dropout
@@ -234,7 +234,7 @@ def report(run, log, loss, lr, losses, clock):
     updates = run.update.read()
     log.skipped(updates)
     evaluated = {f'{split}_loss': each for split, each in losses.items()}
-    if losses and run.elastic:
+    if losses and run.plans:
         evaluated |= {f'plan_{i}_loss': loss for i, loss in enumerate(run.elastic.losses)}
     log.stepped(run.iter_num, evaluated, loss=loss, lr=lr, time_ms=dt * 1000,
                 tokens_per_second=tokens_per_second, **run.metrics(updates, dt))

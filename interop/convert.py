@@ -5,7 +5,8 @@
     python -m interop.convert out-rope-mha out-small config/train_mqa_local.py # a config's settings
     python -m interop.convert out-elastic out-64k --kv_budget=64KB             # of train.py --plans
     python train.py config/train_rope_mha.py --init_from=resume --out_dir=out-mqa --n_kv_head=1 \\
-        --teacher=out-rope-mha/ckpt.pt --max_iters=160 --batch_size=2
+        --teacher=out-rope-mha --batch_size=2 --max_iters=160 --lr_decay_iters=160 \\
+        --warmup_iters=10 --cooldown_iters=150
 
 K/V heads are pooled by their mean; layers that share a cache use the K and V of the first. Sinks,
 offset keys, tied K and V, and latents can be neither added nor removed. Settings of a config that a

@@ -176,7 +176,8 @@ def _logits(model, cache, tokens):
 
 def _most_likely(logits):
     """(n, V) -> (n,)"""
-    if not triton_usable(logits.device) or not logits.is_contiguous():
+    wide = logits.dtype == torch.float64
+    if wide or not triton_usable(logits.device) or not logits.is_contiguous():
         return draw_plain(logits)
     from engine.steps.greedy import most_likely
     return most_likely(logits)

@@ -28,7 +28,8 @@ from engine.weights.linear import FewRowsLinear
 from engine.weights.quantized import Int8Linear
 
 MOST_ROWS, MOST_FLOAT_ROWS = 64, 16  # of int8; of floats: torch is faster with 32 (results/gpu)
-FEW, MOST_COLUMNS = 8, 4096  # what `_few_rows` holds in registers
+# of `_few_rows`: rows, columns, and weights that a program holds in registers
+FEW, MOST_COLUMNS, MOST_WEIGHTS = 8, 4096, 16384
 PROGRAMS = 192  # wanted, of `_few_rows`: an H100 or H200 has 132 multiprocessors
 SPLIT = 4     # warps, one for each part of the columns
 STAGES = 3
@@ -153,13 +154,11 @@ def _few_rows(X, W, W_SCALE, BIAS, GAIN, SHIFT, RESIDUAL, Y, M, N, K, eps,
     for m in tl.static_range(BLOCK_M):
         some = of_k & (m < M)
         x = tl.load(X + m * K + k, mask=some, other=0)
-        if NORM:  # in one pass; relative to the first number, which keeps the digits of the rest
-            origin = tl.load(X + m * K, mask=m < M, other=0).to(tl.float32)
-            off = tl.where(some, x.to(tl.float32) - origin, 0.0)
-            mean = tl.sum(off, 0) / K
-            variance = tl.maximum(tl.sum(off * off, 0) / K - mean * mean, 0.0)
+        if NORM:
+            off = tl.where(some, x.to(tl.float32) - tl.sum(x.to(tl.float32), 0) / K, 0.0)
+            variance = tl.sum(off * off, 0) / K
             rstd = tl.rsqrt(variance + tl.cast(eps, tl.float32))  # Inductor may pass float64
-            x = ((off - mean) * rstd * gain + shift).to(x.dtype)
+            x = (off * rstd * gain + shift).to(x.dtype)
         wide = x.to(tl.float32)
         if INT8:
             size = tl.abs(wide)
@@ -197,7 +196,8 @@ def fused_linear(x, linear, norm=None, activation: str = '', residual=None) -> t
     how = dict(NORM=norm is not None, ACTIVATION=ACTIVATIONS[activation])
     if M <= FEW and K <= MOST_COLUMNS:
         block_k = triton.next_power_of_2(K)
-        block_n = next(n for n in (8, 4, 2) if triton.cdiv(N, n) >= PROGRAMS or n == 2)
+        block_n = next(n for n in (8, 4, 2) if n == 2 or triton.cdiv(N, n) >= PROGRAMS
+                       and n * block_k <= MOST_WEIGHTS)
         _few_rows[(triton.cdiv(N, block_n),)](
             *args, **how, BLOCK_M=triton.next_power_of_2(M), BLOCK_N=block_n, BLOCK_K=block_k,
             num_warps=max(1, min(8, block_n * block_k // 2048)))

@@ -18,7 +18,7 @@ def _of_parts(LOGITS, VALUES, PLACES, V, n_parts, of_part, BLOCK: tl.constexpr):
     x = tl.load(LOGITS + row * V + at, mask=(i < of_part) & (at < V), other=float('-inf'))
     x = x.to(tl.float32)
     lost = tl.sum((x != x).to(tl.int32), 0) > 0  # a maximum may ignore NaN
-    value, place = tl.max(x, 0, return_indices=True)
+    value, place = tl.max(tl.where(x != x, float('-inf'), x), 0, return_indices=True)
     tl.store(VALUES + row * n_parts + part, tl.where(lost, float('nan'), value))
     tl.store(PLACES + row * n_parts + part, part * of_part + place)
 
@@ -29,7 +29,7 @@ def _of_rows(VALUES, PLACES, TOKENS, n_parts, BLOCK: tl.constexpr):
     row, part = tl.program_id(0), tl.arange(0, BLOCK)
     x = tl.load(VALUES + row * n_parts + part, mask=part < n_parts, other=float('-inf'))
     lost = tl.sum((x != x).to(tl.int32), 0) > 0
-    value, best = tl.max(x, 0, return_indices=True)
+    value, best = tl.max(tl.where(x != x, float('-inf'), x), 0, return_indices=True)
     token = tl.load(PLACES + row * n_parts + best)
     finite = (value > float('-inf')) & (value < float('inf'))
     tl.store(TOKENS + row, tl.where(finite & (lost == 0), token, -1).to(tl.int64))

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch  # noqa: E402
 
+import configurator  # noqa: E402
 import train  # noqa: E402
 from config.ablate_elastic import _plans  # noqa: E402
 from data.datasets import ensure_dataset  # noqa: E402
@@ -40,12 +41,13 @@ def main(folder: Path, runs: Path):
             json.loads((folder / 'results.json').read_text('utf-8'))['rows']}
     base = rows['base alone']
     words = shlex.split(base['command'])[2:]
-    given = dict(word[2:].split('=', 1) for word in words if word.startswith('--'))
-    tokens = open_split(ensure_dataset(given['dataset']), 'val')
-    windows = spread_windows(tokens, int(given['block_size']), 500)
-    n = round(SHARE * int(given['max_iters']) * int(given['batch_size']) / BATCH)
-    for (k, seed), name, taught in itertools.product(enumerate(base['seeds']), PLANS,
-                                                     (False, True)):
+    s = configurator.parse(train.Settings, words, echo=False)
+    windows = spread_windows(open_split(ensure_dataset(s.dataset), 'val'), s.block_size, 500)
+    n = round(SHARE * s.max_iters * s.batch_size / BATCH)
+
+    def loss(row, seed):
+        return dict(zip(rows[row]['seeds'], rows[row]['val_loss_forward']['each']))[seed]
+    for seed, name, taught in itertools.product(base['seeds'], PLANS, (False, True)):
         [source] = runs.glob(f'base-alone-seed{seed}-*/ckpt.pt')
         with tempfile.TemporaryDirectory() as out:
             file = Path(out) / 'ckpt.pt'
@@ -59,10 +61,10 @@ def main(folder: Path, runs: Path):
             with contextlib.redirect_stdout(sys.stderr):
                 train.main([*words, *(f'--{key}={value}' for key, value in changes.items())])
             after = val_loss(file, windows)
-        alone = rows[f'{name}, alone']['val_loss_forward']['each'][k]
+        alone = loss(f'{name}, alone', seed)
         print(json.dumps(dict(
             plan=name, seed=seed, taught=taught, iterations=n, B=BATCH, T=windows.size(1) - 1,
-            base=base['val_loss_forward']['each'][k], cut=cut, trained=after, alone=alone,
+            base=loss('base alone', seed), cut=cut, trained=after, alone=alone,
             left=(after - alone) / (cut - alone))), flush=True)
 
 

@@ -165,7 +165,7 @@ def test_a_teacher_is_learned_from(elastic, tmp_path):
     """Its divergence from itself is 0, and grows where it is cut."""
     shutil.copytree(elastic, tmp_path / 'out')
     run_train(tmp_path / 'out', ROPE, init_from='resume', max_iters=41, log_interval=1,
-              teacher=str(elastic / 'ckpt.pt'), plans='layer_pattern=LLLG, window_size=2')
+              teacher=str(elastic), plans='layer_pattern=LLLG, window_size=2')
     assert 1e-6 < metrics(tmp_path / 'out')[-1]['loss'] < 0.5
     convert.main([str(elastic), str(tmp_path / 'cut'), '--n_kv_head=1'])
     run_train(tmp_path / 'cut', dict(ROPE, n_kv_head=1), init_from='resume', max_iters=41,
@@ -175,12 +175,14 @@ def test_a_teacher_is_learned_from(elastic, tmp_path):
 
 
 @pytest.mark.parametrize('teacher, plans, words', [
-    ('none.pt', PLANS, 'none.pt'), ('wide.pt', '', 'tokens and a context of')])
+    ('none.pt', PLANS, 'there is no such file'), ('wide.pt', '', 'tokens and a context of'),
+    ('other.pt', PLANS, 'tokens that are not those of the teacher')])
 def test_teachers_that_cannot_teach_are_refused(teacher, plans, words, elastic, tmp_path):
     saved = load(elastic / 'ckpt.pt')
     wide = GPTConfig(**saved['model_args'] | dict(vocab_size=70))
     torch.save(saved | {'model_args': vars(wide), 'plans': None, 'model': GPT(wide).state_dict()},
                tmp_path / 'wide.pt')
+    torch.save(saved | {'tokens': 'of other texts'}, tmp_path / 'other.pt')
     with pytest.raises(UserError, match=words):
         run_train(tmp_path / 'out', ROPE, teacher=str(tmp_path / teacher), plans=plans)
     assert not (tmp_path / 'out').exists()

@@ -136,3 +136,20 @@ def test_distillation_is_the_divergence_from_the_teacher(n, recorded):
                            factor=-2.5)
     assert max(gaps(found, wanted)) < 1e-12 and max(seen) == 3
     assert distillation(*given, x.detach(), weight.detach()).abs() < 1e-15
+
+
+@pytest.mark.parametrize('half', [torch.bfloat16, torch.float16], ids=['bf16', 'fp16'])
+def test_distillation_sums_the_gradients_of_its_chunks_in_float32(half, monkeypatch):
+    """As near to the truth in 100 chunks as in one."""
+    given = problem(300, torch.float32)
+    teacher, teacher_weight = torch.randn(300, C), torch.randn(V, C)
+
+    def form(*given):
+        return distillation(*given, teacher, teacher_weight)
+    truth = with_gradients(form, *given)
+    with torch.autocast('cpu', half):
+        chunked = with_gradients(form, *given)
+        monkeypatch.setattr(training.step.loss, 'CHUNK_BYTES', {'cpu': 2 ** 20})
+        whole = with_gradients(form, *given)
+    mine, theirs = gaps(chunked, truth), gaps(whole, truth)
+    assert all(a <= 1.1 * b + 1e-6 for a, b in zip(mine, theirs)), (mine, theirs)

@@ -20,8 +20,8 @@ class Elastic(nn.Module):
     plans: the base's first. losses: their validation losses when they were last evaluated, [] if
     they were not. models: theirs, whose weights are the base's own or made of them anew
     for each forward pass; they stay until the next one, since recomputation reads them again.
-    teacher: a GPT with the base's vocabulary, or None. In training the loss is then the divergence
-    from its predictions.
+    teacher: a GPT with the base's vocabulary, which is changed in place (`as_teacher`), or None. In
+    training the loss is then the divergence from its predictions. all_models: with it.
     """
 
     def __init__(self, base: GPT, plans: list[Plan], losses=(), teacher: GPT | None = None):
@@ -29,7 +29,8 @@ class Elastic(nn.Module):
         self.base, self.plans, self.losses = base, plans, [*losses]
         with torch.device('meta'):
             others = [GPT(plan.config) for plan in plans[1:]]
-        self.models, self.teachers = (base, *others), (teacher,)  # tuples: no submodules
+        self.models = (base, *others)  # tuples: they are no submodules
+        self.teachers = (as_teacher(teacher),) if teacher else ()
         self.names = [shapes(model.config, model.plan).keys() for model in self.models]
         for i in range(1, len(plans)):
             put(self.models[i], self.weights(i))
@@ -64,11 +65,15 @@ class Elastic(nn.Module):
             loss = loss + self.taught(i, x, y) * (len(x) / len(idx))
         return None, loss
 
+    @property
+    def all_models(self) -> tuple[GPT, ...]:
+        return *self.models, *self.teachers
+
     def taught(self, i, idx, targets):
         """The loss of plan i in training."""
-        [teacher], model = self.teachers, self.models[i]
-        if teacher is None:
+        if not self.teachers:
             return self.under(i, idx, targets)[1]
+        [teacher], model = self.teachers, self.models[i]
         with torch.no_grad():
             learned = functools.partial(distillation, teacher=teacher(idx, targets)[1],
                                         teacher_weight=teacher.lm_head.weight)

@@ -11,7 +11,7 @@ from training.checkpoint.adapt import adapt, adapted_config, differences, keep_t
 from training.checkpoint.file import config_of, load_checkpoint, load_weights
 from training.checkpoint.load_model import check_weights, model_of
 from training.elastic.plans import of_checkpoint, plans_of, table
-from training.elastic.step import Elastic, as_teacher
+from training.elastic.step import Elastic
 from training.memory.recompute import set_recompute
 from training.native.loading import wanted
 from training.native.modules import speed_up
@@ -82,7 +82,7 @@ def build_model(s, data, saved: dict | None, origin: Path, new_on: str) -> tuple
     return model, bool(changes)
 
 
-def elastic_of(model: GPT, s, saved: dict | None, changed: bool) -> Elastic | None:
+def elastic_of(model: GPT, s, data, saved: dict | None, changed: bool) -> Elastic | None:
     """The model under the settings' plans, or, unless the command line has others, under those of
     the checkpoint that is resumed, whose losses hold unless the model has `changed`; None without
     plans and teacher. UserError: if it cannot have them."""
@@ -95,28 +95,34 @@ def elastic_of(model: GPT, s, saved: dict | None, changed: bool) -> Elastic | No
         raise UserError("plans and teachers do not go with parallel='fsdp', whose weights are in "
                         'shards')
     if s.memory_report:
-        print('Note: the memory report is of a step of the base alone, without its plans')
+        print('Note: the memory report is of a step of the base alone, without plans and teacher')
     if s.batch_size < len(plans):
         raise UserError(f'batch_size={s.batch_size} is less than the {len(plans)} plans (with the '
                         "model's own), each of which takes a part of every batch")
     if len(plans) > 1:
         print('plans, in bytes of one sequence in bfloat16:', *table(plans), sep='\n  ')
-    return Elastic(model, plans, [] if changed else losses, teacher_of(s, model.config))
+    return Elastic(model, plans, [] if changed else losses, teacher_of(s, data, model.config))
 
 
-def teacher_of(s, config: GPTConfig) -> GPT | None:
-    """The model named by `s.teacher`: a checkpoint's, or GPT-2. UserError: if its tokens or its
-    context are not those of `config`."""
+def teacher_of(s, data, config: GPTConfig) -> GPT | None:
+    """The model named by `s.teacher`: of a run, a checkpoint, or GPT-2. It uses no random numbers.
+    UserError: if there is none, or its tokens or its context are not those of `config`."""
     if not s.teacher:
         return None
     path = Path(s.teacher)
-    model = (model_of(load_checkpoint(path), path, dropout=0.0) if path.suffix == '.pt' else
-             GPT.from_pretrained(s.teacher, dict(dropout=0.0)))
+    path = path / 'ckpt.pt' if (path / 'ckpt.pt').is_file() else path
+    if path.suffix == '.pt' and not path.is_file():
+        raise UserError(f'teacher={s.teacher!r}: there is no such file')
+    saved = load_checkpoint(path) if path.suffix == '.pt' else {}
+    with torch.random.fork_rng(devices=[]):
+        model = (model_of(saved, path, dropout=0.0) if saved else
+                 GPT.from_pretrained(s.teacher, dict(dropout=0.0)))
     of = model.config
     if of.vocab_size != config.vocab_size or of.block_size < config.block_size:
         raise UserError(f'teacher={s.teacher!r} has {of.vocab_size} tokens and a context of '
                         f'{of.block_size}, the model {config.vocab_size} and {config.block_size}')
-    return as_teacher(model)
+    check_tokens(data, of, f'the teacher {s.teacher}', saved.get('tokens', ''))
+    return model
 
 
 def move_to_device(model, elastic, s, ranks, dtype: torch.dtype, sharded: bool) -> None:
@@ -124,11 +130,11 @@ def move_to_device(model, elastic, s, ranks, dtype: torch.dtype, sharded: bool) 
     its plans."""
     if not sharded:
         model.to(ranks.device)
-    teachers = [each.to(ranks.device) for each in elastic.teachers if each] if elastic else []
+    for teacher in elastic.teachers if elastic else ():
+        teacher.to(ranks.device)
     for each in elastic.models if elastic else [model]:
         set_recompute(each, s.recompute)
         each.loss_fn = linear_cross_entropy if s.chunked_loss else None
-    for each in (*elastic.models, *teachers) if elastic else [model]:
         each.attention_backend = s.attention_backend
     if sharded:
         fsdp.shard(model, ranks, dtype, s.compile)
@@ -136,7 +142,7 @@ def move_to_device(model, elastic, s, ranks, dtype: torch.dtype, sharded: bool) 
         describe_attention(each, dtype, model.config.dropout)
     print(describe_attention(model, dtype, model.config.dropout))
     if wanted(s.dtype, s.compile, ranks.device):
-        for each in (*elastic.models, *teachers) if elastic else [model]:
+        for each in elastic.all_models if elastic else [model]:
             speed_up(each)
         matmuls = ', matmuls in bfloat16' if dtype == torch.bfloat16 else ''
         unknown = unknown_field(model.config, 'fast')

@@ -42,9 +42,9 @@ def checkpoint_of(run) -> dict | None:
     if not run.ranks.main:
         return None
     config, plans = run.model.config, {}
-    if run.elastic and len(run.elastic.plans) > 1:
+    if run.plans:
         plans = {'plans': [{'changes': plan.changes, 'loss': loss} for plan, loss in
-                           itertools.zip_longest(run.elastic.plans, run.elastic.losses)]}
+                           itertools.zip_longest(run.plans, run.elastic.losses)]}
     shape = {name: getattr(config, name) for name in MODEL}
     return {'model': weights, 'optimizer': moments, 'model_args': model_args(config),
             'iter_num': run.iter_num, 'best_val_loss': run.best_val_loss,

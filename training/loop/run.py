@@ -23,6 +23,7 @@ class Run:
         model, compiled, trained: the GPT, or with plans the `Elastic` of it in its place; compiled
             if s.compile; and that under DDP, if it is used.
         elastic: None without plans and teacher.
+        plans: those of an elastic model, the base first; [] if there are none.
         changed: whether settings differ from those that the model was trained with.
         path, origin: ckpt.pt, and the checkpoint to resume from.
         saved_at, holds_best: the iteration of the last checkpoint saved or resumed from (-1: none),
@@ -36,6 +37,7 @@ class Run:
         self.data, self.batches = data, batches
         self.model, self.changed, self.optimizer = model, changed, optimizer
         self.elastic = elastic
+        self.plans = elastic.plans if elastic and len(elastic.plans) > 1 else []
         self.compiled = self.trained = elastic or model
         self.sharded = fsdp.used(s.parallel, ranks)
         self.autocast = autocast(self.device, dtype)
@@ -52,8 +54,8 @@ class Run:
 
     def compile(self) -> None:
         """Compile the model, or its kernels alone if `fsdp.shard` has compiled its blocks."""
-        for model in self.elastic.models if self.elastic else [self.model]:
-            prepare(model, model.config.block_size)
+        for model in self.elastic.all_models if self.elastic else [self.model]:
+            prepare(model, self.model.config.block_size)
         if not self.sharded:
             print('compiling the model... (takes a ~minute)')
             self.compiled = self.trained = torch.compile(self.trained)
@@ -118,8 +120,7 @@ class Run:
 
     def plan_lines(self) -> list[str]:
         """A line a plan of an elastic model: its bytes and its validation loss."""
-        several = self.elastic and len(self.elastic.plans) > 1
-        return table(self.elastic.plans, self.elastic.losses) if several else []
+        return table(self.plans, self.elastic.losses) if self.plans else []
 
     def step(self):
         """Run one iteration: forward and backward over this rank's micro-batches, clip, update.

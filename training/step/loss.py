@@ -115,15 +115,21 @@ def distillation(x, weight, targets, teacher, teacher_weight, ignore_index: int 
     x: (N, C). weight: (V, C). targets: (N,), of which only those equal to `ignore_index` matter:
     they do not count. teacher: (N, D). teacher_weight: (V, D).
     """
-    rows, counted = rows_at_a_time(weight.size(0), x.device.type), targets != ignore_index
-    total = sum(checkpoint(_divergence, *chunk, weight, teacher_weight, use_reentrant=False,
-                           preserve_rng_state=False)
-                for chunk in zip(x.split(rows), teacher.split(rows), counted.split(rows)))
+    device, counted = x.device.type, targets != ignore_index
+    rows = rows_at_a_time(weight.size(0), device)
+    if torch.compiler.is_compiling():
+        rows = max(rows, -(-x.size(0) // MOST_COMPILED))
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    with torch.autocast(device, enabled=False):  # it would add the chunks' gradients in `dtype`
+        total = sum(checkpoint(_divergence, *chunk, weight, teacher_weight, dtype,
+                               use_reentrant=False, preserve_rng_state=False)
+                    for chunk in zip(x.split(rows), teacher.split(rows), counted.split(rows)))
     return total / counted.sum()
 
 
-def _divergence(x, teacher, counted, weight, teacher_weight):
-    ours, theirs = (y.to(torch.promote_types(y.dtype, torch.float32)).log_softmax(-1)
-                    for y in (F.linear(x, weight), F.linear(teacher, teacher_weight)))
+def _divergence(x, teacher, counted, weight, teacher_weight, dtype):
+    full = torch.promote_types(dtype, torch.float32)
+    ours, theirs = (F.linear(*(part.to(dtype) for part in pair)).to(full).log_softmax(-1)
+                    for pair in ((x, weight), (teacher, teacher_weight)))
     each = F.kl_div(ours, theirs, log_target=True, reduction='none').sum(-1)
     return each.where(counted, 0).sum()
