@@ -147,8 +147,9 @@ def test_layers_of_few_rows_and_greedy_decoding_fit_in_registers(tmp_path):
     assert len(found) == 4 * len(cases) + 4
     assert all(kernel['spilled'] == 0 for kernel in found)
     for i, kernel in enumerate(found[:-4]):
-        rows = cases[i // 4][0]
+        rows, _, shape = cases[i // 4]
         assert kernel['kernel'] == ('_few_rows' if rows <= 8 else '_linear')
-        # a multiprocessor has room for two programs, so 264 run at once on an H100
-        assert kernel['registers'] * 32 * kernel['warps'] <= 65536 // 2
-        assert kernel['shared'] <= 227 * 1024 // 2, (cases[i // 4], kernel)
+        # a multiprocessor has room for two programs of GPT-2's layers: 264 run at once on an H100
+        n = 2 if shape == shapes[0] else 1
+        assert kernel['registers'] * 32 * kernel['warps'] <= 65536 // n, (cases[i // 4], kernel)
+        assert kernel['shared'] <= 227 * 1024 // n, (cases[i // 4], kernel)
