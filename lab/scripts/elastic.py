@@ -17,7 +17,10 @@ from training.plot.figures import COLOURS, plain_log_ticks, save, subplots  # no
 # ends of rows' names: what the picture says, and how it is drawn
 KINDS = {'alone': ('trained alone', 'o-'), 'elastic': ('one elastic model', 's-'),
          'elastic (not trained for)': ('the same, plans it was not trained for', '^'),
-         'base cut to it': ('the base, cut without training', 'x--')}
+         'base cut to it': ('the base, cut without training', 'x--'),
+         'rounded': ('the base, rounded to int8 and int4', 'D')}
+OTHERS = {'base alone': 'base, alone', 'elastic': 'base, elastic',
+          'base in int8': 'base in int8, rounded', 'base in int4': 'base in int4, rounded'}
 
 
 def plans(folder: Path) -> dict:
@@ -25,8 +28,7 @@ def plans(folder: Path) -> dict:
     rows = json.loads((folder / 'results.json').read_text('utf-8'))['rows']
     found = {}
     for row in rows:
-        name = {'base alone': 'base, alone', 'elastic': 'base, elastic'}.get(row['name'], row['name'])
-        plan, _, kind = name.rpartition(', ')
+        plan, _, kind = OTHERS.get(row['name'], row['name']).rpartition(', ')
         if kind in KINDS and 'val_loss' in row:
             losses = dict(zip(row['seeds'], row['val_loss']['each']))
             found.setdefault(plan, {})[kind] = row['kv']['bytes_per_token'], losses
