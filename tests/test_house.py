@@ -25,17 +25,17 @@ CORE_TOKENS = 15_660
 BUDGETS = {
     'nanokv.py': 250,
     'train.py sample.py chat.py serve.py ablate.py bench.py': 1_151,
-    'lab/': 4_261,
+    'lab/': 4_265,
     'serving/': 1_280,
-    'interop/': 1_699,
-    'training/': 3_726,
+    'interop/': 1_700,
+    'training/': 3_744,
     'extension/': 90,
-    'engine/': 4_581,
+    'engine/': 4_582,
     'attention/': 772,  # without the core, like kv/
     'kv/': 1_107,
     'data/': 1_889,
     'common/ config/ configurator.py': 1_884,
-    'tests/': 21_888,
+    'tests/': 21_908,
 }
 house = pytest.mark.house
 

@@ -1,6 +1,6 @@
 """How much of the damage of a conversion does training repair, on 5% of the model's tokens?
 
-    python lab/scripts/conversion.py results/elastic_NAME RUNS > results/elastic_NAME/conversion.jsonl
+    python lab/scripts/conversion.py results/elastic_NAME RUNS > FILE
 
 Takes 'base alone' of each seed of the ladder config/ablate_elastic.py, whose models are in RUNS,
 cuts it to each plan below, and trains it with the tokens or with itself as the teacher. A line is a
