@@ -30,12 +30,12 @@ BUDGETS = {
     'interop/': 1_700,
     'training/': 3_744,
     'extension/': 90,
-    'engine/': 4_582,
+    'engine/': 4_586,
     'attention/': 772,  # without the core, like kv/
     'kv/': 1_107,
     'data/': 1_889,
     'common/ config/ configurator.py': 1_884,
-    'tests/': 21_908,
+    'tests/': 21_911,
 }
 house = pytest.mark.house
 

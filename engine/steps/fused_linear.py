@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from attention.backends import INTERPRETING
 from attention.kernels.decode import arithmetic
 from engine.weights.linear import FewRowsLinear
 from engine.weights.quantized import Int8Linear
@@ -30,7 +31,8 @@ from engine.weights.quantized import Int8Linear
 MOST_ROWS, MOST_FLOAT_ROWS = 64, 16  # of int8; of floats: torch is faster with 32 (results/gpu)
 # of `_few_rows`: rows, columns, and weights that a program holds in registers
 FEW, MOST_COLUMNS, MOST_WEIGHTS = 8, 4096, 16384
-PROGRAMS = 192  # wanted, of `_few_rows`: an H100 or H200 has 132 multiprocessors
+# wanted, of `_few_rows`: an H100 or H200 has 132 multiprocessors, the interpreter one
+PROGRAMS = 1 if INTERPRETING else 192
 SPLIT = 4     # warps, one for each part of the columns
 STAGES = 3
 ACTIVATIONS = {'': 0, 'none': 1, 'tanh': 2, 'relu2': 3}  # `nn.GELU.approximate`; ReLU squared

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 MOST_PARTS, PROGRAMS = 64, 512  # parts of a row; programs wanted for all rows
+SHORTEST = 256                  # logits of a part, or a program takes longer to begin than to read
 
 
 @triton.jit
@@ -39,7 +40,8 @@ def most_likely(logits: torch.Tensor) -> torch.Tensor:
     """What `engine.requests.sampler.draw_plain` gives for greedy requests. logits: (B, V),
     contiguous. Returns (B,) int64."""
     B, V = logits.shape
-    n_parts = min(V, max(MOST_PARTS // 4, min(MOST_PARTS, PROGRAMS // B)))
+    n_parts = max(MOST_PARTS // 4, min(MOST_PARTS, PROGRAMS // B))
+    n_parts = min(n_parts, triton.cdiv(V, SHORTEST))
     of_part = triton.cdiv(V, n_parts)
     values = logits.new_empty(B, n_parts, dtype=torch.float32)
     places = logits.new_empty(B, n_parts, dtype=torch.int32)

@@ -220,7 +220,7 @@ def test_wrong_calls():
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize('B, V', [(1, 1), (6, 50), (8, 203)])
+@pytest.mark.parametrize('B, V', [(1, 1), (6, 50), (8, 1203)])
 def test_the_kernels_of_greedy_decoding_are_draw_plain(B, V, dtype, device):
     pytest.importorskip('triton')
     from engine.steps.greedy import most_likely
