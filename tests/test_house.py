@@ -28,14 +28,14 @@ BUDGETS = {
     'lab/': 4_265,
     'serving/': 1_280,
     'interop/': 1_700,
-    'training/': 3_744,
+    'training/': 3_745,
     'extension/': 90,
     'engine/': 4_586,
     'attention/': 772,  # without the core, like kv/
     'kv/': 1_107,
     'data/': 1_889,
     'common/ config/ configurator.py': 1_884,
-    'tests/': 21_911,
+    'tests/': 21_912,
 }
 house = pytest.mark.house
 

@@ -175,7 +175,8 @@ def test_a_teacher_is_learned_from(elastic, tmp_path):
 
 
 @pytest.mark.parametrize('teacher, plans, words', [
-    ('none.pt', PLANS, 'there is no such file'), ('wide.pt', '', 'tokens and a context of'),
+    ('none.pt', PLANS, 'none.pt.* is no run'), ('none', '', 'none.* is no run'),
+    ('wide.pt', '', 'tokens and a context of'),
     ('other.pt', PLANS, 'tokens that are not those of the teacher')])
 def test_teachers_that_cannot_teach_are_refused(teacher, plans, words, elastic, tmp_path):
     saved = load(elastic / 'ckpt.pt')

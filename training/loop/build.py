@@ -111,8 +111,9 @@ def teacher_of(s, data, config: GPTConfig) -> GPT | None:
         return None
     path = Path(s.teacher)
     path = path / 'ckpt.pt' if (path / 'ckpt.pt').is_file() else path
-    if path.suffix == '.pt' and not path.is_file():
-        raise UserError(f'teacher={s.teacher!r}: there is no such file')
+    if not (path.is_file() if path.suffix == '.pt' else
+            (path / 'config.json').is_file() or s.teacher.startswith('gpt2')):
+        raise UserError(f'teacher={s.teacher!r} is no run, no checkpoint and not GPT-2')
     saved = load_checkpoint(path) if path.suffix == '.pt' else {}
     with torch.random.fork_rng(devices=[]):
         model = (model_of(saved, path, dropout=0.0) if saved else
