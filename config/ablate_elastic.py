@@ -39,13 +39,15 @@ _between = {
 }
 _text = '; '.join(', '.join(f'{name}={value}' for name, value in _plan.items())
                   for _plan in _plans.values())
-rows = {'base alone': {}, 'elastic': dict(plans=_text)}
+rows = {'base alone': {}, 'elastic': dict(plans=_text),
+        'elastic of 2 passes': dict(plan_passes=2)}
 side_rows = {f'base in {_dtype}': ('base alone', dict(kv_dtype=_dtype))
              for _dtype in ('int8', 'int4')}
 for _name, _plan in _plans.items():
     side_rows |= {
         f'{_name}, alone': ('base alone', _plan),
         f'{_name}, elastic': ('elastic', dict(at_inference=_plan)),
+        f'{_name}, elastic of 2 passes': ('elastic of 2 passes', dict(at_inference=_plan)),
         f'{_name}, base cut to it': ('base alone', dict(at_inference=_plan))}
 for _name, _plan in _between.items():
     side_rows |= {f'{_name}, elastic (not trained for)': ('elastic', dict(at_inference=_plan)),

@@ -14,8 +14,9 @@ from training.step.loss import distillation
 class Elastic(nn.Module):
     """A base GPT and its smaller plans, whose weights are functions of the base's (`converted`).
 
-    In training each plan computes the loss of its own part of the batch, all parts together once.
-    In evaluation it is the base. (Slimmable networks, Yu and Huang 2019, nest widths in this way.)
+    In training each plan computes the loss of its own part of the batch, and with more `passes` of
+    that many neighbouring parts, so that each sequence is trained under that many plans. In
+    evaluation it is the base. (Slimmable networks, Yu and Huang 2019, nest widths in this way.)
 
     plans: the base's first. losses: their validation losses when they were last evaluated, [] if
     they were not. models: theirs, whose weights are the base's own or made of them anew
@@ -24,9 +25,10 @@ class Elastic(nn.Module):
     training the loss is then the divergence from its predictions. all_models: with it.
     """
 
-    def __init__(self, base: GPT, plans: list[Plan], losses=(), teacher: GPT | None = None):
+    def __init__(self, base: GPT, plans: list[Plan], losses=(), teacher: GPT | None = None,
+                 passes: int = 1):
         super().__init__()
-        self.base, self.plans, self.losses = base, plans, [*losses]
+        self.base, self.plans, self.losses, self.passes = base, plans, [*losses], passes
         with torch.device('meta'):
             others = [GPT(plan.config) for plan in plans[1:]]
         self.models = (base, *others)  # tuples: they are no submodules
@@ -56,13 +58,14 @@ class Elastic(nn.Module):
     def forward(self, idx, targets):
         if not self.training:
             return self.base(idx, targets)
-        loss = 0
-        for i, (x, y) in enumerate(zip(idx.tensor_split(len(self.plans)),
-                                       targets.tensor_split(len(self.plans)))):
+        loss, n = 0, len(self.plans)
+        parts = [*zip(idx.tensor_split(n), targets.tensor_split(n))]
+        for i in range(n):
+            x, y = map(torch.cat, zip(*[parts[(i + k) % n] for k in range(self.passes)]))
             if not torch.compiler.is_compiling():
                 # recomputation casts all weights again, also those that another plan has cast
                 torch.clear_autocast_cache()
-            loss = loss + self.taught(i, x, y) * (len(x) / len(idx))
+            loss = loss + self.taught(i, x, y) * (len(x) / (len(idx) * self.passes))
         return None, loss
 
     @property

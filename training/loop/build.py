@@ -99,9 +99,13 @@ def elastic_of(model: GPT, s, data, saved: dict | None, changed: bool) -> Elasti
     if s.batch_size < len(plans):
         raise UserError(f'batch_size={s.batch_size} is less than the {len(plans)} plans (with the '
                         "model's own), each of which takes a part of every batch")
+    if not 1 <= s.plan_passes <= len(plans):
+        raise UserError(f'plan_passes={s.plan_passes}: must be from 1 to the number of plans, '
+                        f'{len(plans)}')
     if len(plans) > 1:
         print('plans, in bytes of one sequence in bfloat16:', *table(plans), sep='\n  ')
-    return Elastic(model, plans, [] if changed else losses, teacher_of(s, data, model.config))
+    return Elastic(model, plans, [] if changed else losses, teacher_of(s, data, model.config),
+                   s.plan_passes)
 
 
 def teacher_of(s, data, config: GPTConfig) -> GPT | None:
