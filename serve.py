@@ -21,7 +21,7 @@ from pathlib import Path
 import configurator
 from common.errors import UserError, at_least
 from common.files import read_text
-from common.settings import Running, Talking, key
+from common.settings import COMMAND_LINE, Running, Talking, key
 from common.sizes import parse_bytes
 from engine.steps.captured import CapturedDecode
 from engine.text.dialogue import Template, longest_context, speakers
@@ -31,8 +31,11 @@ from interop.choose import Budget, paged
 from interop.load import load, with_newest_run
 from serving.api import Service
 from serving.worker import Worker, most_choices
-from training.checkpoint.manager import checkpoint_in
+from training.checkpoint.convert import MEMORY
+from training.checkpoint.file import config_of
+from training.checkpoint.manager import checkpoint_in, load_to_resume
 from training.device import total_memory
+from training.elastic.plans import of_checkpoint
 
 LOOPBACK = ('127.0.0.1', '::1', 'localhost')
 
@@ -61,6 +64,8 @@ class Settings(Talking, Running):
                          "of the machine's memory. An elastic model (train.py --plans) runs at "
                          'its best plan with which all rows fit (other forms: sample.py)')
     prefix_budget: str = key('256MB', "host memory for the prefix cache; '' = no such cache")
+    all_plans: bool = key(False, 'serve all plans of an elastic model: a request names one by its '
+                          "bytes, as 'NAME:64KB' (GET /v1/models lists them)")
     shared_prefix: bool = key(False, "requests of different API keys reuse each other's prompts, "
                               'and can find out what these are')
 
@@ -91,8 +96,33 @@ def read_keys(path: str, environment) -> list[str]:
     return [] if key is None else [key.strip()]
 
 
-def make_service(s, model, tokenizer, dataset: str):
-    """Return the engine, and the settings used to validate requests."""
+def each_plan(s) -> list[tuple]:
+    """The settings at which a plan of an elastic model runs, and its validation loss, for all of
+    them, the base first. UserError: if the model is not elastic, or settings choose one plan."""
+    if s.init_from != 'resume' or s.kv_budget or any(
+            s.given.get(name) == COMMAND_LINE for name in MEMORY):
+        raise UserError('all_plans serves a run of train.py --plans at all of its memories: give '
+                        'no kv_budget, no init_from and no field of the memory')
+    path = checkpoint_in(s.out_dir, s.resume_from)
+    saved = load_to_resume(path)
+    plans, losses = of_checkpoint(saved.get('plans'), config_of(saved, path))
+    if len(plans) == 1 or None in losses:
+        raise UserError(f'all_plans: {path} has no plans that were evaluated (train.py --plans)')
+    return [(replace(s, given=s.given | dict.fromkeys(plan.changes, COMMAND_LINE), **plan.changes),
+             loss) for plan, loss in zip(plans, losses)]
+
+
+def name_for(nbytes: int) -> str:
+    """The shortest size of at least so many bytes: 73,728 -> '73.8KB'."""
+    for unit, size in (('GB', 10 ** 9), ('MB', 10 ** 6), ('KB', 10 ** 3)):
+        if nbytes >= size:
+            return f'{-(-10 * nbytes // size) / 10:g}{unit}'
+    return f'{nbytes}B'
+
+
+def make_service(s, model, tokenizer, dataset: str, share: int = 1):
+    """Return the engine, and the settings used to validate requests. share: how many engines share
+    the memory."""
     template = Template(s.turn)
     try:
         for name in (s.user, s.reply_as):
@@ -100,9 +130,9 @@ def make_service(s, model, tokenizer, dataset: str):
     except UserError as e:
         print(f'Note: conversations will be refused because of --turn, --user or --reply_as: {e}')
     budget = Budget.parse(s.kv_budget).total if s.kv_budget else 0
-    budget = budget or total_memory(model.device) // 2
+    budget = budget or total_memory(model.device) // (2 * share)
     max_seq_len = s.max_seq_len or longest_context(model.config)
-    prefix_budget = parse_bytes(s.prefix_budget, 'prefix_budget') if s.prefix_budget else 0
+    prefix_budget = parse_bytes(s.prefix_budget, 'prefix_budget') // share if s.prefix_budget else 0
     engine = Engine(model, s.parallel, max_seq_len, s.kv_dtype, kv_budget=budget,
                     tokenizer=tokenizer, captured=s.captured, prefix_budget=prefix_budget)
     table = engine.cache.table
@@ -131,15 +161,22 @@ def main(argv=None):
     keys = read_keys(s.api_key_file, os.environ)
     sock = bind(s.host, s.port)  # before anything slow
     s = with_newest_run(s)
-    model, tokenizer, dataset = load(s, lambda config, _: (
-        s.parallel, s.max_seq_len or longest_context(config)), paged, engine=True)
-    user, reply_as = speakers(s, dataset)
-    s = replace(s, user=user, reply_as=reply_as)
-    engine, service = make_service(s, model, tokenizer, dataset)
-    if isinstance(engine.fast_decode, CapturedDecode):
-        print(f'Preparing decode steps of 1 to {s.parallel} rows', flush=True)
-        prepare(engine)
-    worker = Worker(engine, s.max_waiting, Metrics())
+    engines, services = [], []
+    settings = each_plan(s) if s.all_plans else [(s, 0.0)]
+    for each, loss in settings:
+        model, tokenizer, dataset = load(each, lambda config, _: (
+            s.parallel, s.max_seq_len or longest_context(config)), paged, engine=True)
+        user, reply_as = speakers(s, dataset)
+        engine, service = make_service(replace(s, user=user, reply_as=reply_as), model, tokenizer,
+                                       dataset, len(settings))
+        if isinstance(engine.fast_decode, CapturedDecode):
+            print(f'Preparing decode steps of 1 to {s.parallel} rows', flush=True)
+            prepare(engine)
+        nbytes = model.plan.nbytes(1, model.config.block_size, engine.cache.kv_dtype)
+        name = f'{service.model}:{name_for(nbytes)}' if engines else service.model
+        services.append(replace(service, model=name, engine=len(engines), nbytes=nbytes, loss=loss))
+        engines.append(engine)
+    worker = Worker(engines, s.max_waiting, Metrics())
     worker.start()
     if s.host not in LOOPBACK and not keys:
         print(f'Note: anybody who can reach {s.host} can use this server: '
@@ -147,9 +184,10 @@ def main(argv=None):
     host, port = sock.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     page = f', a chat page at {url}/' if s.page else ''
-    greeting = f'Serving {service.model!r} at {url}/v1{page} (Ctrl-C ends it)'
+    names = ', '.join(repr(service.model) for service in services)
+    greeting = f'Serving {names} at {url}/v1{page} (Ctrl-C ends it)'
     log = functools.partial(print, flush=True) if s.log_requests else None
-    app = make_app(worker, service, keys, log, s.page, s.cors, s.shared_prefix)
+    app = make_app(worker, services, keys, log, s.page, s.cors, s.shared_prefix)
     Server(app, worker, s.grace, greeting).run([sock])
 
 

@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass, field
 
 from common.errors import UserError
+from common.sizes import parse_bytes
 from engine.text.dialogue import Dialogue, Template
 from engine.requests.params import (
     MAX_LOGPROBS, SamplingParams, check_prompt, check_tokens, present, sample_seed, shown, unknown,
@@ -86,6 +87,11 @@ class Service:
     strict: bool = False  # reject messages that `Dialogue.say` would fold
     created: int = field(default_factory=lambda: int(time.time()))  # time of the model
     dataset: str = ''     # name of what it was trained on; '' = unknown
+    engine: int = 0       # index of the worker's engine
+    # of an elastic model's plan: bytes of the cache of a text of block_size tokens, and the
+    # validation loss
+    nbytes: int = 0
+    loss: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -96,11 +102,37 @@ class GenerationRequest:
     stream: bool = False
     include_usage: bool = False
     token_ids: bool = False  # in the reply
+    engine: int = 0          # index of the worker's
+
+
+def model_of(document):
+    """The model that a document names; None if it names none."""
+    return present(document).get('model') if isinstance(document, dict) else None
+
+
+def service_for(name, services: list[Service]) -> Service:
+    """The service of a model's name, which may be NAME:BYTES, as in 'out-elastic:64KB': the plan of
+    least loss within these bytes. The first service if there is no name. ApiError: 404."""
+    first = services[0]
+    if name is None:
+        return first
+    for service in services:
+        if service.model == name:
+            return service
+    head, _, size = name.rpartition(':') if isinstance(name, str) else ('', '', '')
+    if head == first.model and len(services) > 1:
+        with contextlib.suppress(UserError):
+            budget = parse_bytes(size)
+            if fitting := [service for service in services if service.nbytes <= budget]:
+                return min(fitting, key=lambda service: service.loss)
+    names = ', '.join(repr(service.model) for service in services)
+    raise ApiError(404, f'there is no model {shown(name)}: this server has {names}', 'model',
+                   'model_not_found')
 
 
 def parse_completion(document: dict, service: Service) -> GenerationRequest:
     """Parse a document for /v1/completions. ApiError: 400 if a field is unknown, invalid or
-    unsupported, or a prompt is too long; 404 if it is for a different model."""
+    unsupported, or a prompt is too long."""
     fields = _fields(document, COMPLETION, service)
     prompts = _prompts(fields.get('prompt'), service)
     return _request(fields, service, prompts, fields.get('logprobs', -1))
@@ -137,10 +169,6 @@ def _fields(document, table, service) -> dict:
             allowed = ' or '.join(['leave it out', *map('give {!r}'.format, HARMLESS[name])])
             raise _invalid(f'{name}={shown(value)} is not supported: {allowed}', name,
                            'unsupported_value')
-    model = fields.get('model', service.model)
-    if model != service.model:
-        raise ApiError(404, f'there is no model {shown(model)}: this server has '
-                            f'{service.model!r}', 'model', 'model_not_found')
     return fields
 
 
@@ -176,7 +204,7 @@ def _request(fields, service, prompts, logprobs, stops=()) -> GenerationRequest:
                        f'{params.logprobs} log-probabilities and their own are {entries:,}: at '
                        f'most {MAX_ENTRIES:,} in a request', 'logprobs')
     return GenerationRequest(choices, n, stream, include_usage,
-                             fields.get('return_token_ids', False))
+                             fields.get('return_token_ids', False), service.engine)
 
 
 def _include_usage(options, stream) -> bool:

@@ -52,11 +52,12 @@ def _page_headers() -> dict[str, str]:
             'Cache-Control': 'no-cache'}
 
 
-def make_app(worker: Worker, service: api.Service, keys: Sequence[str] = (),
+def make_app(worker: Worker, services: list[api.Service], keys: Sequence[str] = (),
              request_log: Callable[[str], None] | None = None, page: bool = True,
              cors: str = '', shared_prefix: bool = False) -> Starlette:
     """Return the ASGI application. The worker must be running; the application does not stop it.
 
+    services: one for each of the worker's engines, the first for requests that name no model.
     keys: accepted as `Authorization: Bearer KEY`; empty = no key is needed.
     request_log: called on the event loop with one line per finished request; it must not block.
     page: also serve the page, and the routes that it needs beside OpenAI's.
@@ -64,14 +65,16 @@ def make_app(worker: Worker, service: api.Service, keys: Sequence[str] = (),
     shared_prefix: requests with different keys reuse each other's prompts, and so can find out
         what these are.
     """
-    model = {'id': service.model, 'object': 'model', 'created': service.created,
-             'owned_by': 'nanokv'}
-    parsers = Parsers()
+    models = [{'id': service.model, 'object': 'model', 'created': service.created,
+               'owned_by': 'nanokv'} for service in services]
+    parsers, service = Parsers(), services[0]
 
     async def retrieve_model(request):
-        if request.path_params['model'] != service.model:
-            raise ApiError(404, f'the model is {service.model!r}', 'model', 'model_not_found')
-        return json_response(model)
+        found = api.service_for(request.path_params['model'], services)
+        return json_response(models[found.engine])
+
+    async def retrieve_plan(request):
+        return plans[api.service_for(request.query_params.get('model'), services).engine]
 
     async def health(request):
         status, code = ('ok', 200) if worker.alive else ('stopping', 503)
@@ -85,19 +88,23 @@ def make_app(worker: Worker, service: api.Service, keys: Sequence[str] = (),
 
     def generate(path, parse, reply_type):
         def make_reply(body):
-            return reply_type(parse(decoded(body), service), service.model, service.tokenizer)
+            document = decoded(body)
+            service = api.service_for(api.model_of(document), services)
+            return reply_type(parse(document, service), service.model, service.tokenizer)
 
         async def endpoint(request):
             return Generation(worker, service, functools.partial(parsers.run, make_reply))
         return Route(path, endpoint, methods=['POST'])
     routes = [generate('/v1/completions', api.parse_completion, Reply),
               generate('/v1/chat/completions', api.parse_chat, ChatReply),
-              get('/v1/models', json_response({'object': 'list', 'data': [model]})),
+              get('/v1/models', json_response({'object': 'list', 'data': models})),
               Route('/v1/models/{model:path}', retrieve_model),
               Route('/health', health), Route('/metrics', metrics)]
     if page:
+        plans = [json_response(plan_document(*each, services))
+                 for each in zip(worker.engines, services)]
         routes += [get('/', Response(PAGE, headers=_page_headers(), media_type='text/html')),
-                   get('/nanokv/plan', json_response(plan_document(worker.engine, service))),
+                   Route('/nanokv/plan', retrieve_plan),
                    generate('/nanokv/completions', api.parse_completion, WatchedReply),
                    generate('/nanokv/chat/completions', api.parse_chat, WatchedChatReply)]
     paths = {route.path for route in routes if '{' not in route.path}
@@ -209,7 +216,8 @@ class Generation:
         loop = asyncio.get_running_loop()
         ticket = Ticket(self.reply.request.choices,
                         lambda items: loop.call_soon_threadsafe(self.inbox.put_nowait, items),
-                        self.reply.watched, client, self.scope['nanokv_salt'])
+                        self.reply.watched, client, self.scope['nanokv_salt'],
+                        self.reply.request.engine)
         self.worker.submit(ticket)
         self.ticket = ticket
         await (self._stream() if self.reply.request.stream else self._send_whole())

@@ -40,14 +40,18 @@ class Metrics:
         if completion.finish_reason in ('stop', 'length'):
             self.seconds.observe(completion.seconds)
 
-    def publish(self, engine, n_open: int) -> None:
-        """Set the gauges, on the engine's thread. n_open: choices that have not ended."""
-        running = len(engine.scheduler.running)
+    def publish(self, engines, n_open: int) -> None:
+        """Set the gauges, sums over the engines, on their thread. n_open: choices that have not
+        ended."""
+        running = sum(len(engine.scheduler.running) for engine in engines)
         self.running.set(running)
         self.waiting.set(max(0, n_open - running))
-        self.kv_held.set(engine.cache.held_nbytes)
-        store = engine.prefix
-        if store:
-            self.prefix_bytes.labels('host').set(store.nbytes)
-            self.prefix_bytes.labels('pool').set(len(store.table.pinned) * store.copier.page_nbytes)
-            self.hit_rate.set(store.stats.hit_rate)
+        self.kv_held.set(sum(engine.cache.held_nbytes for engine in engines))
+        stores = [engine.prefix for engine in engines if engine.prefix]
+        if stores:
+            self.prefix_bytes.labels('host').set(sum(store.nbytes for store in stores))
+            self.prefix_bytes.labels('pool').set(sum(
+                len(store.table.pinned) * store.copier.page_nbytes for store in stores))
+            found, looked_up = (sum(getattr(store.stats, name) for store in stores)
+                                for name in ('found', 'looked_up'))
+            self.hit_rate.set(found / max(1, looked_up))

@@ -64,8 +64,9 @@ def gemma_shaped(config: GPTConfig) -> KVPlan:
         window_size=max(config.windows) or config.block_size // 4 or 1))
 
 
-def plan_document(engine, service: Service) -> dict:
-    """The model's slots and the sizes of its cache, as in docs/serving.md."""
+def plan_document(engine, service: Service, services: list[Service]) -> dict:
+    """The model's slots and the sizes of its cache, as in docs/serving.md, and the names of all
+    models of the server."""
     cache, config = engine.cache, engine.model.config
     plan, longest, dtype = cache.plan, cache.max_seq_len, cache.kv_dtype
     slots = [{'slot': slot.index, 'kind': slot.kind, 'window': slot.window,
@@ -75,7 +76,7 @@ def plan_document(engine, service: Service) -> dict:
               'state_nbytes': slot.state_nbytes(dtype)}
              for slot in plan.slots]
     gemma = [[slot.window, slot.position_nbytes(dtype)] for slot in gemma_shaped(config).slots]
-    return {'model': service.model, 'dataset': service.dataset,
+    return {'model': service.model, 'models': [each.model for each in services], 'dataset': service.dataset,
             'parameters': n_parameters(config), 'gemma_slots': gemma,
             'max_positions': service.max_positions, 'max_seq_len': longest,
             'block_size': config.block_size, 'kv_dtype': dtype,

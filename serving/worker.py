@@ -1,14 +1,15 @@
-"""One thread owns the engine: it gets commands from a queue and passes events to callbacks,
+"""One thread owns the engines: it gets commands from a queue and passes events to callbacks,
 `deliver([(choice index, Event, RowView or ApiError), ...])`, which it calls itself."""
 import logging
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from engine.engine import Engine
 from engine.requests.params import SamplingParams
 from engine.requests.request import Event
 from serving.api import ApiError
@@ -27,11 +28,13 @@ class Ticket:
     watched: bool = False  # also deliver views of the choices' rows
     client: str = ''       # as in `Engine.submit`, like the next
     salt: bytes = b''
+    engine: int = 0        # index of the worker's engine
 
 
 @dataclass(eq=False)
 class Choice:
     """A choice that has not ended. The engine runs each as a separate request."""
+    engine: Engine
     number: int            # number of the engine's request
     ticket: Ticket
     index: int             # in the ticket
@@ -40,25 +43,28 @@ class Choice:
 
 
 class Worker(threading.Thread):
-    """The thread that runs an engine. Nothing else may use the engine once it has started.
+    """The thread that runs engines, a step of each in turn. Nothing else may use them once it has
+    started. (The engines of an elastic model's plans would only wait for each other in threads of
+    their own.)
 
     max_waiting: choices that may wait, not counting those in the engine's rows; a client's, at most
     three quarters of that.
     """
 
-    def __init__(self, engine, max_waiting: int, metrics):
+    def __init__(self, engines: Sequence[Engine], max_waiting: int, metrics):
         super().__init__(name='engine', daemon=True)
-        self.engine, self.metrics = engine, metrics
-        self.max_choices = engine.cache.batch_size + max_waiting
-        self.max_client_choices = most_choices(engine.cache.batch_size, max_waiting)
+        self.engines, self.metrics = engines, metrics
+        rows = engines[0].cache.batch_size
+        self.max_choices = rows + max_waiting
+        self.max_client_choices = most_choices(rows, max_waiting)
         # guarded by the condition
         self._condition = threading.Condition()
         self._commands = []     # (method, ticket)
         self._num_open = Counter()  # choices that were submitted and have not ended, by client
         self._deadline = None   # monotonic time at which running choices fail; None = not draining
         # used only by the worker's thread
-        self._choices: dict[int, Choice] = {}  # by number
-        self._must_step = False                # the engine holds events of cancelled requests
+        self._choices: dict[tuple[Engine, int], Choice] = {}  # by engine and number
+        self._must_step = set()  # engines that hold events of cancelled requests
 
     # -- from any thread -------------------------------------------------------------------------
 
@@ -105,10 +111,12 @@ class Worker(threading.Thread):
 
     def run(self) -> None:
         try:
-            if self.engine.model.device.type == 'cuda':  # the current device is set per thread
-                torch.cuda.set_device(self.engine.model.device)
+            device = self.engines[0].model.device
+            if device.type == 'cuda':  # the current device is set per thread
+                torch.cuda.set_device(device)
             while self._process_commands():
-                self._step()
+                for engine in self._must_step | {choice.engine for choice in self._choices.values()}:
+                    self._step(engine)
         finally:  # after a crash too: no client may wait forever
             with self._condition:
                 self._deadline = self._deadline or 0.0
@@ -132,20 +140,21 @@ class Worker(threading.Thread):
         return self._must_continue() or deadline is None
 
     def _must_continue(self):
-        return bool(self._choices) or self._must_step
+        return bool(self._choices or self._must_step)
 
     def _begin(self, ticket):
+        engine = self.engines[ticket.engine]
         for index, (ids, params) in enumerate(ticket.asked):
             try:
-                number = self.engine.submit(ids, params, ticket.client, ticket.salt)
+                number = engine.submit(ids, params, ticket.client, ticket.salt)
             except Exception:
                 log.exception('a request could not be queued')
                 self._count_ended(ticket)
                 self._deliver(ticket, [(index, ApiError(500, 'internal error'))])
             else:
-                self._choices[number] = Choice(number, ticket, index)
+                self._choices[engine, number] = Choice(engine, number, ticket, index)
                 if ticket.watched:
-                    self.engine.keep_view(number)
+                    engine.keep_view(number)
 
     def _cancel_all(self, ticket):
         for choice in [c for c in self._choices.values() if c.ticket is ticket]:
@@ -153,16 +162,17 @@ class Worker(threading.Thread):
 
     def _cancel(self, choice):
         """End the choice in the engine without notifying the client."""
-        event, self._must_step = None, True
+        event = None
+        self._must_step.add(choice.engine)
         try:
-            event = self.engine.cancel(choice.number)
+            event = choice.engine.cancel(choice.number)
         except Exception:
             log.exception('request %d could not be cancelled', choice.number)
         self._remove(choice, event)
 
     def _remove(self, choice, event):
-        del self._choices[choice.number]
-        self.engine.views.pop(choice.number, None)
+        del self._choices[choice.engine, choice.number]
+        choice.engine.views.pop(choice.number, None)
         self._count_ended(choice.ticket)
         if event and event.completion:
             self.metrics.ended(event.completion)
@@ -185,41 +195,41 @@ class Worker(threading.Thread):
         except Exception:  # the client's event loop is closed
             self._cancel_all(ticket)
 
-    def _step(self):
-        self._must_step = False
+    def _step(self, engine):
+        self._must_step.discard(engine)
         try:
-            events = self.engine.step()
+            events = engine.step()
         except Exception:
             log.exception('an engine step failed; its requests start again')
             self.metrics.failed_steps.inc()
-            for choice in list(self._choices.values()):
+            for choice in [c for c in self._choices.values() if c.engine is engine]:
                 choice.num_failures += 1
                 if choice.num_failures > MAX_FAILURES:
                     self._fail(choice, ApiError(500, 'the model fails'))
             return
         deliveries = defaultdict(list)
         for event in events:
-            choice = self._choices.get(event.index)
+            choice = self._choices.get((engine, event.index))
             if choice:  # otherwise it was cancelled
-                last = event.completion and self.engine.views.get(event.index)
+                last = event.completion and engine.views.get(event.index)
                 deliveries[choice.ticket].append((choice.index, self._process_event(choice, event)))
                 if last:
                     deliveries[choice.ticket].append((choice.index, last))
-        if self.engine.views:
-            self._add_views(deliveries)
+        if engine.views:
+            self._add_views(engine, deliveries)
         try:  # before delivery: a client may read the metrics as soon as it has its answer
-            self.metrics.publish(self.engine, self._num_open.total())
+            self.metrics.publish(self.engines, self._num_open.total())
         finally:
             for ticket, items in deliveries.items():
                 self._deliver(ticket, items)
 
-    def _add_views(self, deliveries):
+    def _add_views(self, engine, deliveries):
         """Add a view of each watched row for which one is due."""
         now = time.monotonic()
-        interval = VIEW_INTERVAL * max(1.0, len(self.engine.views) / MANY_WATCHED)
-        for number in self.engine.views:
-            choice = self._choices[number]
-            view = self.engine.view(number) if now >= choice.next_view else None
+        interval = VIEW_INTERVAL * max(1.0, len(engine.views) / MANY_WATCHED)
+        for number in engine.views:
+            choice = self._choices[engine, number]
+            view = engine.view(number) if now >= choice.next_view else None
             if view:
                 choice.next_view = now + interval
                 deliveries[choice.ticket].append((choice.index, view))

@@ -12,6 +12,7 @@ import torch
 
 import chat
 import sample
+import serve
 from common.errors import UserError
 from common.gpt_config import GPTConfig
 from engine.engine import Engine
@@ -230,3 +231,28 @@ def test_chat_serve_and_prompts_stay_within_the_budget(elastic, tmp_path, capsys
     assert len(made) == 4  # the conversation takes 65 kB and more
     with pytest.raises(UserError, match='less than'):
         chat.main(flags(common | TALK | dict(kv_budget=100)))
+
+
+def test_the_program_serves_all_plans_of_a_run(elastic, monkeypatch, capsys):
+    made = []
+
+    def run(server, sockets):
+        made.append(server)
+        server.worker.drain(0)
+    monkeypatch.setattr('serving.server.Server.run', run)
+    talk = TALK | dict(out_dir=elastic, device='cpu', port=0)
+    serve.main(flags(talk | dict(all_plans=True)))
+    [server] = made
+    sizes = [engine.model.plan.nbytes(1, 16, 'float32') for engine in server.worker.engines]
+    assert sizes == sorted(sizes, reverse=True) and len(sizes) == 4
+    assert all(f"'out:{serve.name_for(n)}'" in server.greeting for n in sizes[1:])
+    for wrong in (dict(kv_budget='1MB'), dict(n_kv_head=1), dict(init_from='random')):
+        with pytest.raises(UserError, match='all_plans'):
+            serve.main(flags(talk | wrong | dict(all_plans=True)))
+
+
+@pytest.mark.parametrize('nbytes, name', [
+    (9, '9B'), (999, '999B'), (1000, '1KB'), (1001, '1.1KB'), (73_728, '73.8KB'),
+    (294_912, '295KB'), (10 ** 6, '1MB'), (10 ** 9 + 1, '1.1GB')])
+def test_the_name_of_a_plan_is_a_size_that_holds_it(nbytes, name):
+    assert serve.name_for(nbytes) == name

@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -57,9 +58,10 @@ def assert_refused(response, status, *named, param=Ellipsis, code=Ellipsis):
     assert param in (Ellipsis, error['param']) and code in (Ellipsis, error['code']), error
 
 
-def assert_free(worker):
+def assert_free(worker, engine=None):
     """Check that nothing runs or waits, and only evictable pages of the prefix cache are in use."""
-    engine, table = worker.engine, worker.engine.cache.table
+    engine = engine or worker.engines[0]
+    table = engine.cache.table
     eventually(lambda: not (worker._choices or worker._must_step or engine.n_unfinished
                             or worker._commands and worker.is_alive()))
     scheduler = engine.scheduler
@@ -71,20 +73,26 @@ def assert_free(worker):
 
 
 class InProcess:
-    """An application and its started worker. logged: lines of the request log."""
+    """An application and its started worker. logged: lines of the request log. plans: {name:
+    (model, fields of its Service)} of others that it serves."""
 
     def __init__(self, rows=3, max_waiting=8, keys=(), timeout=60.0, max_body=20_000, page=True,
-                 model=MODEL, tokenizer=None, cors='', shared_prefix=False, **settings):
+                 model=MODEL, tokenizer=None, cors='', shared_prefix=False, plans=None, **settings):
         tokenizer = tokenizer or TOKENIZER  # a test may replace it
         settings = dict(prefix_budget=10 ** 6) | settings
-        self.engine = Engine(model, rows, LONGEST, page_size=4, prefill_chunk=16,
-                             tokenizer=tokenizer, **settings)
+        plans = plans or {}
+        self.engines = [Engine(each, rows, LONGEST, page_size=4, prefill_chunk=16,
+                               tokenizer=tokenizer, **settings)
+                        for each in (model, *(each for each, _ in plans.values()))]
+        self.engine = self.engines[0]
         self.metrics, self.logged = Metrics(), []
-        self.worker = Worker(self.engine, max_waiting, self.metrics)
+        self.worker = Worker(self.engines, max_waiting, self.metrics)
         self.service = Service('tiny', tokenizer, model.config.vocab_size, LONGEST, 12,
                                rows + max_waiting, TURN, 'a', 'b', max_body, timeout)
+        services = [self.service, *(replace(self.service, model=name, engine=i, **fields) for i, (
+            name, (_, fields)) in enumerate(plans.items(), 1))]
         self.worker.start()
-        self.app = make_app(self.worker, self.service, keys, self.logged.append, page, cors,
+        self.app = make_app(self.worker, services, keys, self.logged.append, page, cors,
                             shared_prefix)
         self.client = TestClient(self.app, raise_server_exceptions=False)
         self.client.__enter__()

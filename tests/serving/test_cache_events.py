@@ -3,6 +3,7 @@ import json
 from collections import defaultdict
 from itertools import dropwhile
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -39,7 +40,7 @@ def test_the_plan_document_is_the_plans_arithmetic(serve):
     # one K/V head, since 4 heads have no third; of the global layer only K
     assert found.pop('gemma_slots') == [[5, 2 * 6 * 8]] * 5 + [[0, 6 * 8]] + [[5, 2 * 6 * 8]]
     assert found == dict(
-        model='tiny', dataset='', parameters=sum(p.numel() for p in MODEL.parameters()),
+        model='tiny', models=['tiny'], dataset='', parameters=sum(p.numel() for p in MODEL.parameters()),
         max_positions=LONGEST, max_seq_len=LONGEST, block_size=64, kv_dtype=dtype,
         page_size=4, pages=server.engine.cache.table.n_pages, rows=3,
         vanilla_position_nbytes=7 * 2 * 4 * 6 * 8,
@@ -118,14 +119,13 @@ def test_many_watched_requests_have_as_many_views_as_eight(monkeypatch):
     now, due = [100.0], []
     monkeypatch.setattr('serving.worker.time', SimpleNamespace(monotonic=lambda: now[0]))
     for n in (1, 8, 64):
-        engine = SimpleNamespace(cache=SimpleNamespace(batch_size=n), view=lambda i: 'view',
-                                 views=dict.fromkeys(range(n)))
-        worker = Worker(engine, 0, None)  # not started
+        engine = Mock(cache=SimpleNamespace(batch_size=n), views=dict.fromkeys(range(n)))
+        worker = Worker([engine], 0, None)  # not started
         ticket = Ticket([], None)
-        worker._choices = {i: Choice(i, ticket, 0) for i in range(n)}
+        worker._choices = {(engine, i): Choice(engine, i, ticket, 0) for i in range(n)}
         deliveries = defaultdict(list)
         for _ in range(1000):
-            worker._add_views(deliveries)
+            worker._add_views(engine, deliveries)
             now[0] += 0.01
         due.append(len(deliveries[ticket]) / 10)  # a second
     assert due == pytest.approx([20, 160, 160], rel=0.05)

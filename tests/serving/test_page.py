@@ -177,7 +177,7 @@ def visit_a_larger_model(server, visit, length, rings, size, text='x'):
              for i, ring in enumerate(rings)]
     slots.append(dict(slot=len(rings), kind='global', window=0, capacity=16384, owner=len(rings),
                       layers=[len(rings)], **stores))
-    plan = dict(model='larger', parameters=9, dataset='', gemma_slots=[[0, 9]],
+    plan = dict(model='larger', models=['larger'], parameters=9, dataset='', gemma_slots=[[0, 9]],
                 max_positions=16384, kv_dtype='int8', page_size=64, pages=300, rows=4, slots=slots,
                 vanilla_position_nbytes=9, vanilla_position_nbytes_bf16=9)
     num_pages = -(-length // 64)
