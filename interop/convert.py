@@ -8,7 +8,7 @@
         --teacher=out-rope-mha --batch_size=2 --max_iters=160 --lr_decay_iters=160 \\
         --warmup_iters=10 --cooldown_iters=150
 
-K/V heads are pooled by their mean; layers that share a cache use the K and V of the first. Sinks,
+K/V heads are pooled by their mean; so are those of layers that share a cache. Sinks,
 offset keys, tied K and V, and latents can be neither added nor removed. Settings of a config that a
 conversion cannot change are printed, and stay as they were. The converted model is
 worse until it is trained more: the GQA paper (Ainslie et al. 2023) needs 5% of the original steps.

@@ -2,7 +2,8 @@
 
     python lab/scripts/elastic.py results/elastic_NAME    # prints a table; writes elastic.png there
 
-Reads results.json of the folder, which ablate.py wrote.
+Reads results.json of the folder, which ablate.py wrote, and streaming.jsonl if there is one
+(lab/scripts/streaming.py).
 """
 import json
 import sys
@@ -15,11 +16,16 @@ from lab.tables import Table  # noqa: E402
 from training.plot.figures import COLOURS, plain_log_ticks, save, subplots  # noqa: E402
 
 # ends of rows' names: what the picture says, and how it is drawn
+SINKS = 'window with sinks'
 KINDS = {'alone': ('trained alone', 'o-'), 'elastic': ('one elastic model', 's-'),
+         'elastic of 2 passes': ('the same, each sequence under two plans', 'v-'),
          'elastic (not trained for)': ('the same, plans it was not trained for', '^'),
          'base cut to it': ('the base, cut without training', 'x--'),
-         'rounded': ('the base, rounded to int8 and int4', 'D')}
+         'rounded': ('the base, rounded to int8 and int4', 'D'),
+         SINKS: ('the base, a window with sinks (StreamingLLM)', '+--')}
+ELASTIC = 'elastic', 'elastic of 2 passes'
 OTHERS = {'base alone': 'base, alone', 'elastic': 'base, elastic',
+          'elastic of 2 passes': 'base, elastic of 2 passes',
           'base in int8': 'base in int8, rounded', 'base in int4': 'base in int4, rounded'}
 
 
@@ -32,6 +38,11 @@ def plans(folder: Path) -> dict:
         if kind in KINDS and 'val_loss' in row:
             losses = dict(zip(row['seeds'], row['val_loss']['each']))
             found.setdefault(plan, {})[kind] = row['kv']['bytes_per_token'], losses
+    file = folder / 'streaming.jsonl'
+    for line in map(json.loads, file.read_text('utf-8').splitlines() if file.is_file() else ()):
+        if line['held'] < line['T']:
+            plan = found.setdefault(f"{line['sinks']} sinks + {line['held'] - line['sinks']}", {})
+            plan.setdefault(SINKS, (line['bytes_per_token'], {}))[1][line['seed']] = line['val_loss']
     return dict(sorted(found.items(), key=lambda item: -next(iter(item[1].values()))[0]))
 
 
@@ -44,14 +55,18 @@ def table(found: dict) -> Table:
     for plan, kinds in found.items():
         nbytes = next(iter(kinds.values()))[0]
         losses = [f'{mean(kinds[kind][1]):.4f}' if kind in kinds else '-' for kind in KINDS]
-        price = '-'
-        if {'alone', 'elastic'} <= kinds.keys():
-            pair = paired_difference(kinds['elastic'][1], kinds['alone'][1])
-            half = '' if pair['half_95'] is None else f" ±{pair['half_95']:.4f}"
-            price = f"{pair['mean']:+.4f}{half}"
-        rows.append([plan, f'{nbytes:,.0f}', *losses, price])
+        rows.append([plan, f'{nbytes:,.0f}', *losses, *(price(kinds, kind) for kind in ELASTIC)])
     return Table('Validation loss, nats per token',
-                 ['plan', 'KV bytes/token', *KINDS, 'elastic minus alone'], rows)
+                 ['plan', 'KV bytes/token', *KINDS, *(f'{kind} minus alone' for kind in ELASTIC)],
+                 rows)
+
+
+def price(kinds: dict, kind: str) -> str:
+    if not {'alone', kind} <= kinds.keys():
+        return '-'
+    pair = paired_difference(kinds[kind][1], kinds['alone'][1])
+    half = '' if pair['half_95'] is None else f" ±{pair['half_95']:.4f}"
+    return f"{pair['mean']:+.4f}{half}"
 
 
 def draw(found: dict, path: Path) -> None:

@@ -30,7 +30,7 @@ def converted(model, **changes):
     return out
 
 
-def test_layers_that_share_read_the_first_ones_keys_and_values():
+def test_layers_that_share_read_what_both_had():
     """If the second layer had the same input and the same K/V as the first, nothing changes."""
     model = model_of(MHA)
     first = model.transformer.h[0]
@@ -46,6 +46,19 @@ def test_layers_that_share_read_the_first_ones_keys_and_values():
     assert [layer.owns for layer in shared.plan.layers] == [True, False, True, True]
     assert 'transformer.h.1.attn.k_norm.weight' not in shared.state_dict()
     assert (full_logits(shared, IDX) - full_logits(model, IDX)).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize('bias', [False, True])
+def test_the_heads_of_a_shared_slot_are_means_over_its_layers(bias):
+    model = model_of(dataclasses.replace(MHA, bias=bias))
+    shared = converted(model, layer_pattern='LLLG', kv_share='AAAB', window_size=24, n_kv_head=2)
+    assert [layer.owns for layer in shared.plan.layers] == [True, False, False, True]
+    for name in ('weight', 'bias') if bias else ('weight',):
+        own = [getattr(block.attn.c_attn, name) for block in model.transformer.h]
+        mean = sum(p[32:].unflatten(0, (2, 2, 2, 8)).mean(2).flatten(0, 2) for p in own[:3]) / 3
+        for i, block in enumerate(shared.transformer.h[:3]):
+            expected = torch.cat([own[i][:32], mean]) if i == 0 else own[i][:32]
+            torch.testing.assert_close(getattr(block.attn.c_attn, name), expected)
 
 
 TIED = {'kv_tied': 'global', 'layer_pattern': 'LG', 'window_size': 5}

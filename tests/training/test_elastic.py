@@ -1,4 +1,5 @@
 """One training for several KV plans: what a step computes, and which plans there are."""
+import itertools
 import math
 
 import pytest
@@ -10,7 +11,7 @@ from interop.choose import at_plan
 from model import GPT
 from tests.helpers.models import feed, full_logits, max_gap, random_model, tokens
 from training.elastic.plans import Plan, made, of_checkpoint, plans_of, table
-from training.elastic.step import Elastic, as_teacher
+from training.elastic.step import Elastic, as_teacher, part_sizes
 from training.memory.recompute import set_recompute
 from training.native.modules import speed_up
 from training.step.loss import linear_cross_entropy
@@ -91,22 +92,40 @@ def test_auto_goes_down_in_bytes(base):
                if plan.config.share_global_kv), 'or all memory would be of single tokens'
 
 
+def test_the_smallest_plan_has_twice_the_rows_of_another():
+    assert part_sizes(20, 5) == [3, 4, 3, 4, 6] and part_sizes(20, 5, 2) == [6, 7, 7, 7, 13]
+    assert part_sizes(4, 4) == [1] * 4 and part_sizes(8, 1) == [8]
+    assert part_sizes(7, 3, 3) == [7] * 3
+    for n, passes in itertools.product(range(2, 9), range(1, 9)):
+        for batch in range(n, 60) if passes <= n else ():
+            *others, smallest = part_sizes(batch, n, passes)
+            assert sum(others) + smallest == batch * passes
+            assert abs(smallest - min(batch, 2 * batch * passes / (n + 1))) < 1
+            assert max(others) - min(others) <= 1 <= min(others) and max(others) <= batch
+
+
+@pytest.mark.parametrize('passes', [1, 2, 4])
 @pytest.mark.parametrize('whole', [{}, WHOLE], ids=['base', 'mechanisms'])
-def test_a_step_is_the_mean_over_the_plans_of_their_parts(whole):
+def test_a_step_is_the_mean_over_the_plans_of_their_parts(whole, passes):
     base = GPTConfig(**vars(BASE) | whole)
     text = 'n_kv_head=1,kv_head_pattern=; kv_head_pattern=2,1' if whole else PLANS
     model = elastic(base, text)
     x, y = batch(9)
+    model.passes = min(passes, len(model.plans))
     model.train()
     loss = model(x, y)[1]
     loss.backward()
     gradients = {name: p.grad for name, p in model.base.named_parameters()}
     assert all(g is not None and g.abs().sum() > 0 for g in gradients.values())
 
-    parts = x.tensor_split(len(model.plans)), y.tensor_split(len(model.plans))
-    expected = sum(at_plan(model.base, plan).train()(a, b)[1] * len(a) / 9
-                   for plan, a, b in zip(model.plans, *parts))
-    assert abs(loss - expected) < 1e-14
+    # each sequence goes to as many plans as there are passes, and to no plan twice
+    rows = [i % 9 for i in range(9 * model.passes)]
+    expected, first = 0, 0
+    for plan, n in zip(model.plans, part_sizes(9, len(model.plans), model.passes)):
+        own, first = rows[first:first + n], first + n
+        assert len({*own}) == n
+        expected += at_plan(model.base, plan).train()(x[own], y[own])[1] * n / len(rows)
+    assert first == len(rows) and abs(loss - expected) < 1e-14
     name, step = 'transformer.h.5.attn.c_attn.weight', 1e-6
     weight = model.base.get_parameter(name)
     for i in (0, 40, len(weight) - 1):  # of a query, a key and a value
@@ -130,8 +149,8 @@ def test_with_a_teacher_each_plan_learns_its_predictions():
     loss.backward()
     assert all(p.grad is None for p in teacher.parameters())
     assert all(p.grad.abs().sum() > 0 for p in model.base.parameters())
-    expected, theirs = 0, full_logits(teacher, x).softmax(-1)
-    for plan, a, p in zip(model.plans, x.tensor_split(4), theirs.tensor_split(4)):
+    sizes, expected, theirs = [2, 2, 2, 3], 0, full_logits(teacher, x).softmax(-1)
+    for plan, a, p in zip(model.plans, x.split(sizes), theirs.split(sizes)):
         ours = full_logits(at_plan(model.base, plan), a).softmax(-1)
         expected += (p * (p / ours).log()).sum(-1).mean() * len(a) / 9
     assert abs(loss - expected) < 1e-14

@@ -23,22 +23,30 @@ def convert_weights(weights: dict, old: GPTConfig, new: GPTConfig) -> dict:
 
 def converted(weights: dict, before: KVPlan, after: KVPlan, names) -> dict:
     """The weights `names` of plan `after`, as differentiable functions of those of plan `before`:
-    K/V heads are the means of their groups (GQA, Ainslie et al. 2023), and a layer that only reads
-    K and V has the rows of its queries."""
+    K/V heads are the means of their groups (GQA, Ainslie et al. 2023), those of a shared slot are
+    the means over its layers, and a layer that only reads K and V has the rows of its queries."""
     out = dict(weights)
     for was, now in zip(before.layers, after.layers):
-        slot, n_kv_head = before.slots[was.slot], after.slots[now.slot].n_kv_head
-        if now.owns and n_kv_head == slot.n_kv_head:
-            continue
-        groups = n_kv_head, slot.n_kv_head // n_kv_head, -1
-        prefix = f'transformer.h.{now.index}.attn.'
-        for name in (prefix + 'c_attn.weight', prefix + 'c_attn.bias'):
-            if name in weights and was.owns:
-                q, *kv = weights[name].split(c_attn_rows(before, was))
-                # (heads * D, ...) -> (new heads * D, ...): the mean over each group of heads
-                pooled = [x.unflatten(0, groups).mean(1).flatten(0, 1) for x in kv if now.owns]
-                out[name] = torch.cat([q, *pooled])
+        n_kv_head = after.slots[now.slot].n_kv_head
+        owners = [layer for layer in (before.layers[i] for i in after.slots[now.slot].layers)
+                  if now.owns and layer.owns  # one with fewer heads has no part in the mean
+                  and before.slots[layer.slot].n_kv_head % n_kv_head == 0]
+        same = owners == [was] and before.slots[was.slot].n_kv_head == n_kv_head
+        for name in ('weight', 'bias') if was.owns and not same else ():
+            name = f'transformer.h.{{}}.attn.c_attn.{name}'
+            if name.format(now.index) in weights:
+                q = weights[name.format(now.index)][:c_attn_rows(before, was)[0]]
+                each = [[_pooled(x, before.slots[layer.slot].n_kv_head, n_kv_head)
+                         for x in weights[name.format(layer.index)].split(
+                             c_attn_rows(before, layer))[1:]] for layer in owners]
+                kv = [torch.stack(rows).mean(0) for rows in zip(*each)]
+                out[name.format(now.index)] = torch.cat([q, *kv])
     return {name: x for name, x in out.items() if name in names}
+
+
+def _pooled(x, old: int, new: int):
+    """The mean over each group of heads, (old * D, ...) -> (new * D, ...)."""
+    return x.unflatten(0, (new, old // new, -1)).mean(1).flatten(0, 1)
 
 
 def check_conversion(old: GPTConfig, new: GPTConfig) -> None:

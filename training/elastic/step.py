@@ -1,5 +1,6 @@
 """A GPT that is trained under several KV plans at once."""
 import functools
+import itertools
 
 import torch
 from torch import nn
@@ -14,9 +15,10 @@ from training.step.loss import distillation
 class Elastic(nn.Module):
     """A base GPT and its smaller plans, whose weights are functions of the base's (`converted`).
 
-    In training each plan computes the loss of its own part of the batch, and with more `passes` of
-    that many neighbouring parts, so that each sequence is trained under that many plans. In
-    evaluation it is the base. (Slimmable networks, Yu and Huang 2019, nest widths in this way.)
+    In training each plan computes the loss of its own part of the batch, of which the smallest
+    plan has twice as much as the others; with more `passes` each sequence is trained under that
+    many plans. In evaluation it is the base. (Slimmable networks nest widths in this way, and train
+    the smallest in every step: Yu and Huang 2019.)
 
     plans: the base's first. losses: their validation losses when they were last evaluated, [] if
     they were not. models: theirs, whose weights are the base's own or made of them anew
@@ -58,14 +60,14 @@ class Elastic(nn.Module):
     def forward(self, idx, targets):
         if not self.training:
             return self.base(idx, targets)
-        loss, n = 0, len(self.plans)
-        parts = [*zip(idx.tensor_split(n), targets.tensor_split(n))]
-        for i in range(n):
-            x, y = map(torch.cat, zip(*[parts[(i + k) % n] for k in range(self.passes)]))
+        loss, rows = 0, len(idx) * self.passes
+        sizes = part_sizes(len(idx), len(self.plans), self.passes)
+        parts = (each.repeat(self.passes, 1).split(sizes) for each in (idx, targets))
+        for i, (x, y) in enumerate(zip(*parts)):
             if not torch.compiler.is_compiling():
                 # recomputation casts all weights again, also those that another plan has cast
                 torch.clear_autocast_cache()
-            loss = loss + self.taught(i, x, y) * (len(x) / (len(idx) * self.passes))
+            loss = loss + self.taught(i, x, y) * (len(x) / rows)
         return None, loss
 
     @property
@@ -85,6 +87,15 @@ class Elastic(nn.Module):
             return self.under(i, idx, targets)[1]
         finally:
             model.loss_fn = usual
+
+
+def part_sizes(batch: int, n: int, passes: int = 1) -> list[int]:
+    """The sequences of each of n plans, together `passes` times those of a batch. The last plan has
+    about twice as many as another, and at most all of them."""
+    rows = batch * passes
+    last = min(batch, 2 * rows // (n + 1))
+    bounds = [i * (rows - last) // max(1, n - 1) for i in range(n)]
+    return [end - start for start, end in itertools.pairwise(bounds)] + [last]
 
 
 def as_teacher(model: GPT) -> GPT:
