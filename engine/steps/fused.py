@@ -1,5 +1,5 @@
-"""Blocks for captured decode steps, in six kernels: two of attention (three where keys are split),
-which also do QK-norm, RoPE, int8 and the write, and four Linear layers with LayerNorm, GELU and the
+"""Blocks for captured decode steps, in five kernels: attention (two where keys are split), which
+also does QK-norm, RoPE, int8 and the write, and four Linear layers with LayerNorm, GELU and the
 residuals."""
 import torch
 
@@ -9,16 +9,17 @@ from model import Block, CausalSelfAttention
 
 
 class FusedAttention(CausalSelfAttention):
-    """`CausalSelfAttention` with the kernel of `attention.kernels.qkv`."""
+    """`CausalSelfAttention` from its projections on in one kernel."""
 
     def write_and_read(self, qkv, rope, cache):
         """qkv (B, 1, ...) from `c_attn` -> (B, H, 1, D), after writing K and V."""
-        from attention.kernels.qkv import write_qkv
-        qkv, target = qkv.view(*qkv.shape[:2], -1, self.head_dim), ()
+        from attention.kernels.decode import New
+        qkv = qkv.view(*qkv.shape[:2], -1, self.head_dim)
+        target = ()
         if self.layer.owns:
-            target = cache.cache.stores[self.layer.slot].tensors, *cache.target(self.layer)
-        q = write_qkv(qkv, self.n_head, self.q_norm, self.k_norm, rope, *target)
-        return cache.read(self.layer, q)
+            target = *cache.target(self.layer), self.slot.kind == 'local'
+        return cache.read(self.layer, qkv, new=New(self.n_head, self.q_norm, self.k_norm, rope,
+                                                   *target))
 
     def fuses(self, x, cache) -> bool:
         """False for float64, int4, sinks, gates, tied or offset keys, latents, and K and V that are
@@ -31,7 +32,7 @@ class FusedAttention(CausalSelfAttention):
         other = self.sink is not None or self.gate is not None or slot.tied or slot.offset
         plain = not other and cache.kv_dtype != 'int4'
         return (plain and triton_usable(x.device) and self.head_dim % 2 == 0 and not rounds_only
-                and not wide)
+                and not wide and self.head_dim <= 256 and not self.layer.mask)
 
 
 class FusedBlock(Block):

@@ -117,13 +117,18 @@ class StaticCache:
             put(store, rows, places, store.encode(*(x.detach() for x in kv)))
         return self.read(layer, q, sink)
 
-    def read(self, layer: Layer, q: torch.Tensor, sink=None) -> torch.Tensor:
-        """Attention to the slot of a layer, after this step's K and V were written."""
+    def read(self, layer: Layer, q: torch.Tensor, sink=None, new=None) -> torch.Tensor:
+        """Attention to the slot of a layer, after this step's K and V were written. new: q has all
+        that was projected (`attention.kernels.decode.New`)."""
         if torch.is_autocast_enabled(q.device.type):
             with torch.autocast(q.device.type, enabled=False):
-                return self.read(layer, q, sink)
+                return self.read(layer, q, sink, new)
         store = self.cache.stores[layer.slot]
         kv_lens = self._places[self._kind(store)][2]
+        if new:
+            from attention.kernels.decode import stored_attention
+            table = self.block_table if isinstance(store, PagedStore) else None
+            return stored_attention(q, *store.tensors, kv_lens=kv_lens, table=table, new=new)
         if isinstance(store, PagedStore):
             return table_attention(q, store.tensors, self.block_table, kv_lens, sink,
                                    layer.mask)

@@ -1,4 +1,4 @@
-"""--mode=kernels: decode attention and the K/V write, each by itself, on CUDA.
+"""--mode=kernels: decode attention, by itself and with the new key and its write, on CUDA.
 
 They are timed with Triton's benchmark and a cold L2 cache; calls of microseconds are timed in CUDA
 graphs. The speeds are compared with a device-to-device copy in the same run. Decode attention is
@@ -20,6 +20,7 @@ from lab.benchmarks import clock, setting
 from lab.benchmarks.bandwidth import Bandwidth
 from training.device import pick_device, pick_dtype
 
+WRITTEN = 64           # keys of a row whose new key is computed in the same kernel
 CHECKED_ROWS = 2       # of a batch, compared with float64
 CALLS = 20             # minimum per graph: the events around it take 2 to 4 microseconds
 ROTATED_BYTES = 2 ** 27  # all copies together: over twice the L2 cache of an H100 (50 MB)
@@ -71,7 +72,7 @@ def run(s, data_root: Path) -> dict:
     shape = s.n_head, n_kv_head, head_dim, dtype, device
     document['decode'] = [decode_cell(shape, batch, context, copy_rate)
                           for context in contexts for batch in batches]
-    document['write'] = [write_cell(shape, batch) for batch in batches]
+    document['new key'] = [new_key_cell(shape, batch) for batch in batches]
     return document
 
 
@@ -144,28 +145,31 @@ def decode_error(y, q, store) -> float:
     return ((y[:n].reshape_as(exact).double() - exact).abs().max() / exact.abs().max()).item()
 
 
-# -- the write: QK-norm, RoPE, int8 and the store --------------------------------------------------
+# -- the new key: QK-norm, RoPE, int8, the write, and attention to WRITTEN keys --------------------
 
-def write_cell(shape, batch: int) -> dict:
-    """One decode step's queries and K/V in one layer, with the kernel and with plain torch."""
-    from attention.kernels.qkv import write_qkv
+def new_key_cell(shape, batch: int) -> dict:
+    """One layer of a decode step from its projected q, k, v on: the kernel that does all of it, and
+    plain torch before the kernel of attention."""
+    from attention.kernels.decode import New, stored_attention
     H, n_kv_head, D, dtype, device = shape
     q_norm = torch.nn.RMSNorm(D, eps=1e-6, device=device, dtype=dtype)
     norms = q_norm, torch.nn.RMSNorm(D, eps=1e-6, device=device, dtype=dtype)
     rows = torch.arange(batch, device=device)
+    places, lens = rows % WRITTEN, torch.full_like(rows, WRITTEN)
     rope = RotaryTable(D, 10000.0).at(rows[:, None], max(256, batch), dtype)
 
     def kernel(qkv, store):
-        return write_qkv(qkv, H, *norms, rope, store.tensors, rows, rows % 64)
+        return stored_attention(qkv, *store.tensors, kv_lens=lens,
+                                new=New(H, *norms, rope, rows, places, ring=True))
 
     def plain(qkv, store):
         q, k, v = qkv.transpose(1, 2).split([H, n_kv_head, n_kv_head], dim=1)
-        norm_and_rotate(q, norms[0], rope)
-        put(store, rows, rows % 64, store.encode(norm_and_rotate(k, norms[1], rope), v))
+        put(store, rows, places, store.encode(norm_and_rotate(k, norms[1], rope), v))
+        return stored_attention(norm_and_rotate(q, norms[0], rope), *store.tensors, kv_lens=lens)
     # from the bytes of qkv: only one position per row of a store is written
     n = n_copies(batch * (H + 2 * n_kv_head) * D * dtype.itemsize)
     copies = [(torch.randn(batch, 1, H + 2 * n_kv_head, D, device=device, dtype=dtype),
-               KVStore(batch, n_kv_head, 64, D, torch.int8, dtype, device)) for _ in range(n)]
+               KVStore(batch, n_kv_head, WRITTEN, D, torch.int8, dtype, device)) for _ in range(n)]
     with torch.inference_mode():
         return {'batch': batch, 'sides': {
             name: {'ms': milliseconds_a_call([partial(write, *each) for each in copies], device)}

@@ -9,7 +9,7 @@ import importlib, pkgutil, sys
 sys.modules['triton'] = sys.modules['flash_attn'] = None  # importing them is an ImportError now
 import torch
 import attention, config, data, engine, interop, kv, lab.ablation, lab.benchmarks, training
-of_other_packages = {'attention.kernels.decode', 'attention.kernels.qkv',  # Triton
+of_other_packages = {'attention.kernels.decode', 'attention.kernels.new_key',  # Triton
                      'engine.steps.fused_linear', 'engine.steps.greedy',
                      'interop.nanokv_vllm.model'}  # vLLM
 for package in (attention, config, engine, interop, kv, lab.ablation, lab.benchmarks, training):

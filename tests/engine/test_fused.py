@@ -1,12 +1,17 @@
 """Blocks of captured steps: the kernel of Linear layers against float64, and how many kernels a
 step launches."""
+from collections import Counter
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from attention.backends import INTERPRETING, triton_enabled
 from common.gpt_config import GPTConfig
 from engine import native
+from engine.pages.cache import PagedKVCache
 from engine.steps.fused import FusedBlock, fuse
 from engine.weights.linear import speed_up_on_cpu
 from engine.weights.quantized import Int8Linear
@@ -16,6 +21,7 @@ from model import LayerNorm
 from tests.helpers.models import FULL_STACK, max_gap, random_model, tokens
 
 pytest.importorskip('triton')
+from attention.kernels import decode  # noqa: E402
 from engine.steps import fused_linear as kernel  # noqa: E402
 
 ACTIVATIONS = {'': lambda x: x, 'none': F.gelu, 'relu2': lambda x: F.relu(x).square(),
@@ -125,3 +131,60 @@ def test_many_rows_are_left_to_torch():
     assert not kernel.takes(torch.zeros(1, 8), type('Other', (torch.nn.Linear,), {})(8, 8))
     linear.weight = torch.nn.Parameter(torch.zeros(8, 8).T)
     assert not kernel.takes(torch.zeros(1, 8), linear)
+
+
+class Launches(TorchDispatchMode):
+    """Counts torch's operations that are not views, and launches of our kernels, which are left
+    out."""
+    FREE = ('view', 'empty', 'detach', 'dropout', 'promote_types')  # nothing runs on the device
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.counts = Counter()
+        for module, name in ((decode, '_split'), (decode, '_join'), (kernel, '_linear'),
+                             (kernel, '_few_rows')):
+            monkeypatch.setattr(module, name, self.kernel(name))
+
+    def kernel(self, name):
+        counts = self.counts
+
+        class Kernel:
+            def __getitem__(self, grid):
+                return lambda *args, **kwargs: counts.update([name])
+        return Kernel()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        returned, name = function._schema.returns, function._schema.name
+        view = any(r.alias_info and not r.alias_info.is_write for r in returned)
+        if not view and not any(word in name for word in self.FREE):
+            self.counts[name] += 1
+        return function(*args, **kwargs or {})
+
+
+@interpreted
+@pytest.mark.parametrize('batch, kv_dtype, paged', [
+    (1, 'float32', False), (1, 'int8', True), (8, 'int8', False), (16, 'int8', True)])
+@torch.inference_mode()
+def test_a_step_of_the_full_stack_launches_few_kernels(batch, kv_dtype, paged, monkeypatch):
+    """12 layers, as on a GPU with 132 multiprocessors."""
+    config = GPTConfig(**FULL_STACK | dict(n_layer=12, window_size=256, block_size=2048))
+    model = random_model(config, torch.float32)
+    pages = dict(cache_class=PagedKVCache, n_pages=32 * batch, page_size=64) if paged else {}
+    cache = model.new_cache(batch, 2048, kv_dtype, **pages)
+    cache.fill_(1000)
+    for row in range(batch if paged else 0):
+        cache.reserve(row, 1001)
+    fuse(model)
+    view, ids = StaticCache(cache, batch), torch.zeros(batch, 1, dtype=torch.int64)
+    view.set([1000] * batch)
+    monkeypatch.setattr(decode, '_n_processors', lambda device: 132)
+    launches = Launches(monkeypatch)
+    with triton_enabled(True):
+        model(ids, cache=view)  # which makes the rotary table
+        launches.counts.clear()
+        with launches:
+            model(ids, cache=view)
+    assert launches.counts['_few_rows' if batch <= 8 else '_linear'] == 48
+    assert launches.counts['_split'] == 12
+    assert launches.counts['_join'] == 2  # of the two global layers
+    assert launches.counts.total() <= 67, launches.counts

@@ -16,7 +16,7 @@ pretend()
 import json, random, sys
 import torch
 import engine.steps.captured
-from attention.kernels import decode, qkv
+from attention.kernels import decode
 from common.gpt_config import GPTConfig
 from engine.steps import fused_linear, greedy
 from engine.engine import Engine
@@ -46,15 +46,14 @@ class Launched:
         given = dict(zip(self.kernel.arg_names, args)) | constants
         kernel_name, form = self.kernel.__name__, specialised(self.kernel, given)
         compiled.add(str((kernel_name, num_warps, num_stages, form)))
-        outputs = {'_split': ('OUT', 'LSE'), '_join': ('OUT',), '_write': ('Q',), '_linear': ('Y',),
-                   '_few_rows': ('Y',), '_of_parts': ('VALUES', 'PLACES'), '_of_rows': ('TOKENS',)}
+        outputs = {'_split': ('OUT', 'LSE'), '_join': ('OUT',), '_linear': ('Y',), '_few_rows': ('Y',),
+                   '_of_parts': ('VALUES', 'PLACES'), '_of_rows': ('TOKENS',)}
         for name in outputs[kernel_name]:
             given[name].zero_()
 
 
-for module, name in ((decode, '_split'), (decode, '_join'), (qkv, '_write'),
-                     (fused_linear, '_linear'), (fused_linear, '_few_rows'),
-                     (greedy, '_of_parts'), (greedy, '_of_rows')):
+for module, name in ((decode, '_split'), (decode, '_join'), (fused_linear, '_linear'),
+                     (fused_linear, '_few_rows'), (greedy, '_of_parts'), (greedy, '_of_rows')):
     setattr(module, name, Launched(getattr(module, name)))
 heads, kv_dtype, room, prefix = json.loads(sys.argv[1])
 config = FULL_STACK | dict(n_kv_head=heads, window_size=20, block_size=room, head_dim=16)

@@ -23,8 +23,7 @@ from lab.benchmarks.kernels import fill_random
 from tests.helpers.models import SHORT_STACK, random_model
 
 pytest.importorskip('triton')
-from attention.kernels.decode import stored_attention  # noqa: E402
-from attention.kernels.qkv import write_qkv  # noqa: E402
+from attention.kernels.decode import New, stored_attention  # noqa: E402
 from engine.steps.fused_linear import fused_linear  # noqa: E402
 from lab.scripts import gpu_times  # noqa: E402
 
@@ -115,7 +114,8 @@ def test_attention(device, real, dtype, kv_dtype, layout):
 @pytest.mark.parametrize('kv_dtype', ['bfloat16', 'int8', 'none'])
 @torch.inference_mode()
 def test_write(device, real, dtype, kv_dtype):
-    """QK-norm, RoPE, int8 and the write of K and V. 'none': a layer without its own K and V."""
+    """QK-norm, RoPE, int8, the write of K and V and attention in one kernel, against the kernel of
+    attention after the others in torch. 'none': a layer without its own K and V."""
     B, H, S = 64 if real else 3, 12, 256
     owns = kv_dtype != 'none'
     qkv = torch.randn(B, 1, H + 2 * owns, D, device=device, dtype=dtype)
@@ -125,17 +125,18 @@ def test_write(device, real, dtype, kv_dtype):
         torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
     rows = torch.arange(B, device=device)
     rope = RotaryTable(D, 10000.0).at(rows[:, None] * 37, 37 * B, dtype)
-    expected = norm_and_rotate(qkv.transpose(1, 2)[:, :H], norms[0], rope)
-    if not owns:
-        assert error(write_qkv(qkv, H, norms[0], None, rope), expected) < 1e-2
-        return
-    store = random_store(B, S, kv_dtype, dtype, device)
-    plain = copy.deepcopy(store)
-    places = rows * 5 % S
-    q = write_qkv(qkv, H, *norms, rope, store.tensors, rows, places)
-    k, v = qkv.transpose(1, 2)[:, H:].chunk(2, dim=1)
-    put(plain, rows, places, plain.encode(norm_and_rotate(k, norms[1], rope), v))
-    assert error(q, expected) < 1e-2
+    store = random_store(B, S, kv_dtype if owns else 'int8', dtype, device)
+    plain, places = copy.deepcopy(store), rows * 5 % S
+    lens = torch.full_like(rows, S)
+    new = New(H, *norms, rope, *((rows, places, True) if owns else ()))
+    y = stored_attention(qkv, *store.tensors, kv_lens=lens, new=new)
+    if owns:
+        k, v = qkv.transpose(1, 2)[:, H:].chunk(2, dim=1)
+        put(plain, rows, places, plain.encode(norm_and_rotate(k, norms[1], rope), v))
+    q = norm_and_rotate(qkv.transpose(1, 2)[:, :H], norms[0], rope)
+    rounds_well = real or kv_dtype != 'bfloat16'  # the interpreter rounds to it towards 0
+    assert error(y, stored_attention(q, *plain.tensors, kv_lens=lens)) < (
+        ALLOWED[dtype] if rounds_well else 1e-2)
     for stored, x in zip(*(dequantized(torch.float64, *s.tensors) for s in (store, plain))):
         assert error(stored, x) < 2e-2
 

@@ -117,8 +117,8 @@ def test_every_cell_of_the_kernels_and_its_error(capsys, tmp_path):
             assert side['bytes'] == 2 * 2 * cell['context'] * per_key
             speed = side['bytes'] / side['ms']['median'] * 1000
             assert side['bytes_per_second'] == pytest.approx(speed)
-    assert set(document['write'][0]['sides']) == {'kernel', 'plain torch'}
-    assert 'share of a copy' in out and 'QK-norm, RoPE, int8 and write' in out
+    assert set(document['new key'][0]['sides']) == {'kernel', 'plain torch'}
+    assert 'share of a copy' in out and 'QK-norm, RoPE, int8, write and attention' in out
 
 
 # -- --mode=serve: random lengths, the same requests for our engine and the baseline, and errors

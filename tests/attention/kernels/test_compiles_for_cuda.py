@@ -9,39 +9,42 @@ from tests.helpers.without_gpu import run_alone
 PROGRAM = '''
 import json, sys
 import torch
-from attention.kernels import decode, qkv
-from attention.kernels.decode import Tuning
+from attention.kernels import decode
+from attention.kernels.decode import New, Tuning
 from kv.slots import KVStore
 from tests.helpers.ahead_of_time import (CompilesOnly, innermost_loop, loop_instructions,
                                          resources)
 
 made = []
-for module, name in ((decode, '_split'), (decode, '_join'), (qkv, '_write')):
-    setattr(module, name, CompilesOnly(getattr(module, name), made))
+for name in ('_split', '_join'):
+    setattr(decode, name, CompilesOnly(getattr(decode, name), made))
 B, H, HKV, dtype = 4, 12, 1, torch.bfloat16
 
 
-def compiled(layout, kv_dtype, D=64, S=1024, page=64):
-    """The kernels of one decode step. S: keys that a row has room for, or the window."""
+def compiled(layout, kv_dtype, D=64, S=1024, page=64, new='writes'):
+    """The kernels of one decode step. S: keys that a row has room for, or the window. new: 'writes'
+    or 'reads' K and V, with QK-norm and RoPE, in the same kernel; '' = they were written before."""
     made.clear()
     n, capacity = (64, page) if layout == 'paged' else (B, S)
     store = KVStore(n, HKV, capacity, D, getattr(torch, kv_dtype), dtype, torch.device('cpu'))
     stored = torch.zeros_like(store.tensors[1]), *store.tensors[1:]  # K as on a GPU
-    q, numbers = torch.zeros(B, H, 1, D, dtype=dtype), torch.zeros(B, 1, dtype=torch.int64)
+    q, numbers = torch.zeros(B, H, 1, D, dtype=dtype), torch.zeros(B, dtype=torch.int64)
+    norm, rope = torch.nn.RMSNorm(D, eps=1e-6, dtype=dtype), (torch.zeros(B, 1, 1, D),) * 2
+    if new == 'writes':
+        q, new = torch.zeros(B, 1, H + 2 * HKV, D, dtype=dtype), New(
+            H, norm, norm, rope, numbers, numbers, layout == 'ring')
+    elif new:
+        q, new = torch.zeros(B, 1, H, D, dtype=dtype), New(H, norm, None, rope)
 
     def attend(q, n_splits, **how):
         decode.stored_attention(q, *stored, **how, tuning=Tuning(n_splits=n_splits))
     if layout in ('contiguous', 'ring'):
-        attend(q, 4, kv_lens=numbers[:, 0], window=S if layout == 'ring' else 0)
+        attend(q, 4, kv_lens=numbers, window=S if layout == 'ring' else 0, new=new or None)
     elif layout == 'paged':
-        attend(q, 1, kv_lens=numbers[:, 0], table=torch.zeros(B, S // page, dtype=torch.int32))
-    elif layout == 'chunk':
-        attend(q.expand(B, H, 5, D), 2, window=7)
+        attend(q, 1, kv_lens=numbers, table=torch.zeros(B, S // page, dtype=torch.int32),
+               new=new or None)
     else:
-        norm, table = torch.nn.RMSNorm(D, eps=1e-6, dtype=dtype), torch.zeros(B, 1, 1, D)
-        qkv.write_qkv(torch.zeros(B, 1, H + 2 * HKV, D, dtype=dtype), H, norm, norm,
-                      (table, table), stored, numbers, numbers)
-        qkv.write_qkv(torch.zeros(B, 1, H, D, dtype=dtype), H, norm, None, (table, table))
+        attend(torch.zeros(B, H, 5, D, dtype=dtype), 2, window=7)
     return [described(kernel) for kernel in made]
 
 
@@ -63,8 +66,7 @@ def compiled(cases, tmp_path, **environment):
 
 
 def test_inductor_may_pass_floats_in_double_precision(tmp_path):
-    cases = [dict(layout='contiguous', kv_dtype='int8'), dict(layout='write', kv_dtype='int8')]
-    assert len(compiled(cases, tmp_path, FLOAT='fp64')) == 2
+    assert compiled([dict(layout='contiguous', kv_dtype='int8')], tmp_path, FLOAT='fp64')
 
 
 def test_instructions_for_a_key_of_int8(tmp_path):
@@ -102,12 +104,13 @@ def test_the_loop_of_a_decode_step_waits_for_no_load(tmp_path):
 @pytest.mark.slow
 def test_everything_else_compiles(tmp_path):
     cases = [dict(layout=layout, kv_dtype=kv_dtype, D=D) for layout, kv_dtype, D in [
-        ('contiguous', 'float32', 64), ('contiguous', 'int8', 16), ('chunk', 'int8', 64),
-        ('write', 'int8', 64), ('write', 'bfloat16', 80)]]
+        ('contiguous', 'float32', 64), ('contiguous', 'int8', 16), ('chunk', 'int8', 64)]]
     cases += [dict(layout='paged', kv_dtype='int8', page=4)]
+    cases += [dict(layout=layout, kv_dtype=kv_dtype, new=new) for layout in ('ring', 'paged')
+              for kv_dtype in ('int8', 'bfloat16') for new in ('', 'reads')]
     for case, kernels in zip(cases, compiled(cases, tmp_path), strict=True):
         names = [kernel['kernel'] for kernel in kernels]
-        assert names in (['_write'] * 2, ['_split', '_join'], ['_split']), case
+        assert names in (['_split', '_join'], ['_split']), case
         assert all(kernel['shared'] <= 227 * 1024 for kernel in kernels), case
         # two registers if a block has several pages
         assert all(kernel['spilled'] <= 8 for kernel in kernels), case
