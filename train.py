@@ -88,8 +88,8 @@ class Settings(OutDir, Data, Model, Device, Attention):
     # smaller memories
     plans: str = key('', "KV plans to train along, each on a part of every batch: 'auto', or "
                      "'n_kv_head=1; n_kv_head=1, layer_pattern=LLG, window_size=32; ...'")
-    plan_passes: int = key(1, 'plans that each sequence is trained under: 1 costs what a plain step '
-                           'does, 2 twice that and brings each plan nearer to training alone')
+    plan_passes: int = key(1, 'plans that each sequence is trained under; 2 = a step takes twice '
+                           'as long, and each plan comes nearer to training alone')
     teacher: str = key('', "a run's folder, a checkpoint (.pt) or GPT-2 (as for init_from), whose "
                        'predictions the model and its plans learn in place of the tokens')
     # memory and devices

@@ -65,9 +65,7 @@ def make_app(worker: Worker, services: list[api.Service], keys: Sequence[str] = 
     shared_prefix: requests with different keys reuse each other's prompts, and so can find out
         what these are.
     """
-    models = [{'id': service.model, 'object': 'model', 'created': service.created,
-               'owned_by': 'nanokv'} for service in services]
-    parsers, service = Parsers(), services[0]
+    models, service, parsers = [*map(model_document, services)], services[0], Parsers()
 
     async def retrieve_model(request):
         found = api.service_for(request.path_params['model'], services)
@@ -86,13 +84,9 @@ def make_app(worker: Worker, services: list[api.Service], keys: Sequence[str] = 
     def get(path, response):
         return Route(path, response, methods=['GET'])
 
-    def generate(path, parse, reply_type):
-        def make_reply(body):
-            document = decoded(body)
-            service = api.service_for(api.model_of(document), services)
-            return reply_type(parse(document, service), service.model, service.tokenizer)
-
+    def generate(path, *how):
         async def endpoint(request):
+            make_reply = functools.partial(reply_to, services, *how)
             return Generation(worker, service, functools.partial(parsers.run, make_reply))
         return Route(path, endpoint, methods=['POST'])
     routes = [generate('/v1/completions', api.parse_completion, Reply),
@@ -101,8 +95,8 @@ def make_app(worker: Worker, services: list[api.Service], keys: Sequence[str] = 
               Route('/v1/models/{model:path}', retrieve_model),
               Route('/health', health), Route('/metrics', metrics)]
     if page:
-        plans = [json_response(plan_document(*each, services))
-                 for each in zip(worker.engines, services)]
+        plans = [json_response(plan_document(engine, each, services))
+                 for engine, each in zip(worker.engines, services)]
         routes += [get('/', Response(PAGE, headers=_page_headers(), media_type='text/html')),
                    Route('/nanokv/plan', retrieve_plan),
                    generate('/nanokv/completions', api.parse_completion, WatchedReply),
@@ -117,6 +111,17 @@ def make_app(worker: Worker, services: list[api.Service], keys: Sequence[str] = 
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.router.redirect_slashes = False
     return app
+
+
+def reply_to(services, parse, reply_type, body: bytes) -> Reply:
+    document = decoded(body)
+    service = api.service_for(api.model_of(document), services)
+    return reply_type(parse(document, service), service.model, service.tokenizer)
+
+
+def model_document(service: api.Service) -> dict:
+    return {'id': service.model, 'object': 'model', 'created': service.created,
+            'owned_by': 'nanokv'}
 
 
 async def _on_error(request, error):

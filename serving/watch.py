@@ -76,7 +76,8 @@ def plan_document(engine, service: Service, services: list[Service]) -> dict:
               'state_nbytes': slot.state_nbytes(dtype)}
              for slot in plan.slots]
     gemma = [[slot.window, slot.position_nbytes(dtype)] for slot in gemma_shaped(config).slots]
-    return {'model': service.model, 'models': [each.model for each in services], 'dataset': service.dataset,
+    return {'model': service.model, 'models': [each.model for each in services],
+            'dataset': service.dataset,
             'parameters': n_parameters(config), 'gemma_slots': gemma,
             'max_positions': service.max_positions, 'max_seq_len': longest,
             'block_size': config.block_size, 'kv_dtype': dtype,

@@ -115,7 +115,8 @@ class Worker(threading.Thread):
             if device.type == 'cuda':  # the current device is set per thread
                 torch.cuda.set_device(device)
             while self._process_commands():
-                for engine in self._must_step | {choice.engine for choice in self._choices.values()}:
+                at_work = {choice.engine for choice in self._choices.values()}
+                for engine in self._must_step | at_work:
                     self._step(engine)
         finally:  # after a crash too: no client may wait forever
             with self._condition:

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from attention.backends import INTERPRETING
-from attention.kernels.new_key import New, inverse_rms, new_key, pair, turned, write_pair
+from attention.kernels.new_key import New, arguments_of, queries, write_new
 
 MAX_ROWS = 64      # per block of queries (16 in float32); if R is larger, programs share keys
 MIN_SPLIT = 256    # keys: shorter splits cost more than they save
@@ -184,23 +184,82 @@ def _store(at, lse_at, acc, acc_odd, top, total, whole, of_row, n_splits, SCALES
     tl.store(lse_at, lse, mask=of_row)
 
 
+@triton.jit
+def _attend_new(X, to_v, K, kd, V, K_SCALE, V_SCALE, at_scale, GAIN, COS, SIN, d, writes, eps,
+                q, q_odd, scale, top, total, acc, acc_odd, D: tl.constexpr, BLOCK_D: tl.constexpr,
+                NORM: tl.constexpr, ROPE: tl.constexpr, SCALES: tl.constexpr, DTYPE: tl.constexpr):
+    """Write the new key and value (`write_new`), and attend to them as they are in registers: this
+    program does not read what it has just written."""
+    k, k_odd, k_scale, v, v_odd, v_scale = write_new(
+        X, to_v, K, kd, V, K_SCALE, V_SCALE, at_scale, GAIN, COS, SIN, d, writes, eps, D, BLOCK_D,
+        NORM, ROPE, SCALES, DTYPE)
+    s = tl.sum(q.to(tl.float32) * k, 1)
+    if SCALES:
+        s = (s + tl.sum(q_odd.to(tl.float32) * k_odd, 1)) * k_scale
+    p, top, total, fade = _weigh((s * tl.cast(scale, tl.float32))[:, None], top, total)
+    if SCALES:
+        p *= v_scale * ENLARGED
+    return top, total, acc * fade + p * v, acc_odd * fade + p * v_odd
+
+
+@triton.jit
+def _keys_of(split, of_split, n, S, T, window, PLACES, b, BLOCK_N: tl.constexpr,
+             WINDOWED: tl.constexpr, OWNS: tl.constexpr, RING: tl.constexpr):
+    """A split's keys that are in memory, lo to hi - 1. If OWNS, also the index and the place of the
+    new key, and whether it is in this split."""
+    first = tl.maximum(n - T - window + 1, 0) // BLOCK_N * BLOCK_N if WINDOWED else 0
+    lo = first + split * of_split * BLOCK_N
+    hi = tl.minimum(lo + of_split * BLOCK_N, tl.minimum(n, S))  # padding may count beyond S
+    place, new, mine = n * 0, n - 1, n < 0
+    if OWNS:
+        place = tl.load(PLACES + b).to(tl.int32)
+        new = place if RING else new  # elsewhere it is the last one
+        mine = (place >= 0) & (new >= lo) & (new < hi)
+        hi = hi if RING else tl.where(mine, new, hi)
+    return lo, hi, new, place, mine
+
+
+@triton.jit
+def _attend_block(start, hi, new, page, q, q_odd, K, V, K_SCALE, V_SCALE, TABLE, b, h, d, of_d,
+                  scale, q_pos, window, top, total, acc, acc_odd,
+                  kb, kh, ks, kd, vb, vh, vs, cb, ch, cs, BLOCK_N: tl.constexpr,
+                  SCALES: tl.constexpr, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr,
+                  PAIRS: tl.constexpr, ORDERED: tl.constexpr, WINDOWED: tl.constexpr,
+                  DTYPE: tl.constexpr, PRECISION: tl.constexpr, REPLACES: tl.constexpr):
+    """Attention to keys start to start + BLOCK_N - 1, without key `new` if REPLACES."""
+    page, place, k_pos, held, wanted = _places(start, hi, b, page, TABLE, BLOCK_N, PAGE, ONE_PAGE,
+                                               PAIRS)
+    if REPLACES:
+        held = held & (k_pos != new)
+    # 64-bit offsets of rows and pages; 32 bits are enough within one
+    of_scale, some = page * cb + h * ch + place * cs, held[:, None] & of_d[None, :]
+    k_at = (K + (page * kb + h * kh) + place * ks)[:, None] + d[None, :] * kd
+    v_at = (V + (page * vb + h * vh) + place * vs)[:, None] + d[None, :]
+    k = tl.load(k_at, mask=some, other=0)
+    k_scale = tl.load(K_SCALE + of_scale, mask=wanted, other=0) if SCALES else None
+    s = _scores(q, q_odd, k, k_scale, scale, q_pos, k_pos, held, window, ORDERED, WINDOWED, SCALES,
+                DTYPE, PRECISION)
+    p, top, total, fade = _weigh(s, top, total)
+    v = tl.load(v_at, mask=some, other=0)
+    v_scale = tl.load(V_SCALE + of_scale, mask=wanted, other=0) if SCALES else None
+    acc, acc_odd = _add(p, v, v_scale, held, acc * fade, acc_odd * fade, SCALES, DTYPE, PRECISION)
+    return top, total, acc, acc_odd
+
+
 @triton.jit(do_not_specialize=['S', 'R', 'T', 'n_splits', 'of_split', 'window', 'table_width',
                                'cb', 'ch', 'qb', 'rope_b'])
 def _split(Q, K, V, K_SCALE, V_SCALE, KV_LENS, TABLE, OUT, LSE,
-           Q_GAIN, K_GAIN, COS, SIN, ROWS, PLACES,  # if FUSED
+           Q_GAIN, K_GAIN, COS, SIN, ROWS, PLACES,  # of `New`
            scale, S, R, T, n_kv_head, n_splits, of_split, window, table_width, qb, eps, rope_b,
            kb, kh, ks, kd, vb, vh, vs, cb, ch, cs,  # strides of K (rows, heads, keys, D), V, scales
            D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
            SCALES: tl.constexpr, HAS_LENS: tl.constexpr, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr,
            PAIRS: tl.constexpr, ORDERED: tl.constexpr, WINDOWED: tl.constexpr,
-           DTYPE: tl.constexpr, PRECISION: tl.constexpr, FUSED: tl.constexpr, NORM: tl.constexpr,
-           ROPE: tl.constexpr, OWNS: tl.constexpr, RING: tl.constexpr):
+           DTYPE: tl.constexpr, PRECISION: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
+           OWNS: tl.constexpr, RING: tl.constexpr):
     """One block of query rows over one split of a row's keys, `of_split` blocks. `scale` includes
-    log2(e). If SCALES, K and V are int8, read as int16: see `_apart`.
-
-    If FUSED, Q has the projected q, k, v of a token a row, as in `New`. If OWNS, the program of the
-    new key also writes K and V, and attends to them as they are in its registers: what it has just
-    written it does not read."""
+    log2(e). If SCALES, K and V are int8, read as int16: see `_apart`. If OWNS, Q also has k and v
+    of a token a row, which the program of the new key writes."""
     n_blocks = tl.cdiv(R, BLOCK_M)
     block, rest = tl.program_id(0) % n_blocks, tl.program_id(0) // n_blocks
     split, bh = rest % n_splits, (rest // n_splits).to(tl.int64)
@@ -208,85 +267,44 @@ def _split(Q, K, V, K_SCALE, V_SCALE, KV_LENS, TABLE, OUT, LSE,
     EACH: tl.constexpr = 2 if SCALES else 1  # numbers in an element of K and V
     WIDTH: tl.constexpr = BLOCK_D // EACH
     r, d = block * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, WIDTH)
-    of_row, of_d = r < R, d < D // EACH
-    whole, number = of_row[:, None] & of_d[None, :], d[None, :] * EACH
-    heads = Q + b * qb + ((h * R + r) * D)[:, None]
-    if FUSED:
-        COS, SIN = (COS + b * rope_b, SIN + b * rope_b) if ROPE else (None, None)
-        rms = inverse_rms(heads, of_row[:, None], eps, D, BLOCK_D) if NORM else None
-        q = turned(heads, Q_GAIN, COS, SIN, rms, number, whole, D, NORM, ROPE).to(DTYPE)
-        q_odd = turned(heads, Q_GAIN, COS, SIN, rms, number + 1, whole, D, NORM,
-                       ROPE).to(DTYPE) if SCALES else None
-    else:
-        q = tl.load(heads + number, mask=whole, other=0).to(DTYPE)
-        q_odd = tl.load(heads + number + 1, mask=whole, other=0).to(DTYPE) if SCALES else None
-    K_NEW, V_NEW = K, V
-    if SCALES:
-        K, V = K.to(tl.pointer_type(tl.int16)), V.to(tl.pointer_type(tl.int16))
-        kb, kh, ks, vb, vh, vs = kb // 2, kh // 2, ks // 2, vb // 2, vh // 2, vs // 2
+    of_row, of_d, number = r < R, d < D // EACH, d[None, :] * EACH
+    Q += b * qb + h * R * D
+    if ROPE:
+        COS, SIN = COS + b * rope_b, SIN + b * rope_b
+    q, q_odd = queries(Q + (r * D)[:, None], Q_GAIN, COS, SIN, number, of_row, eps, D, BLOCK_D,
+                       NORM, ROPE, SCALES, DTYPE)
     n = tl.load(KV_LENS + b).to(tl.int32) if HAS_LENS else S
-    q_pos = n - T + r % T  # the last T keys are the queries' own
-    first = tl.maximum(n - T - window + 1, 0) // BLOCK_N * BLOCK_N if WINDOWED else 0
-    lo = first + split * of_split * BLOCK_N
-    hi = tl.minimum(lo + of_split * BLOCK_N, tl.minimum(n, S))  # padding may count beyond S
+    lo, hi, new, place, mine = _keys_of(split, of_split, n, S, T, window, PLACES, b, BLOCK_N,
+                                        WINDOWED, OWNS, RING)
     top = tl.full((BLOCK_M,), float('-inf'), tl.float32)
     total, acc = tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, WIDTH), tl.float32)
-    acc_odd = acc
+    acc_odd, cb, ch = acc, cb * 2 if PAIRS else cb, ch * 2 if PAIRS else ch
     if OWNS:
-        new_place = tl.load(PLACES + b).to(tl.int32)
-        new = new_place if RING else n - 1
-        mine = (new_place >= 0) & (new >= lo) & (new < hi)
-        if not RING:
-            hi = tl.where(mine, new, hi)
-    cb, ch = (cb * 2, ch * 2) if PAIRS else (cb, ch)
+        if mine:
+            row = tl.load(ROWS + b).to(tl.int64)
+            top, total, acc, acc_odd = _attend_new(
+                Q + (n_kv_head * R + h - h * R) * D, n_kv_head * D,
+                K + (row * kb + h * kh + place * ks), kd, V + (row * vb + h * vh + place * vs),
+                K_SCALE, V_SCALE, row * cb + h * ch + place * cs, K_GAIN, COS, SIN, number,
+                block == 0, eps, q, q_odd, scale, top, total, acc, acc_odd, D, BLOCK_D, NORM, ROPE,
+                SCALES, DTYPE)
+    if SCALES:
+        K, V = K.to(tl.pointer_type(tl.int16)), V.to(tl.pointer_type(tl.int16))
     TABLE = TABLE + b * table_width if PAGE else None
     next_page = _page_at(TABLE, lo, hi, PAGE) if ONE_PAGE else 0
     for start in range(lo, hi, BLOCK_N):
         page = next_page
         if ONE_PAGE:  # looked up one block ahead, so that the loads of K and V need not wait
             next_page = _page_at(TABLE, start + BLOCK_N, hi, PAGE)
-        page, place, k_pos, held, wanted = _places(start, hi, b, page, TABLE, BLOCK_N, PAGE,
-                                                   ONE_PAGE, PAIRS)
-        if OWNS and RING:
-            held = held & (k_pos != new)
-        # 64-bit offsets of rows and pages; 32 bits are enough within one
-        of_scale, some = page * cb + h * ch + place * cs, held[:, None] & of_d[None, :]
-        k_at = (K + (page * kb + h * kh) + place * ks)[:, None] + d[None, :] * kd
-        v_at = (V + (page * vb + h * vh) + place * vs)[:, None] + d[None, :]
-        k = tl.load(k_at, mask=some, other=0)
-        k_scale = tl.load(K_SCALE + of_scale, mask=wanted, other=0) if SCALES else None
-        s = _scores(q, q_odd, k, k_scale, scale, q_pos, k_pos, held, window, ORDERED, WINDOWED,
-                    SCALES, DTYPE, PRECISION)
-        p, top, total, fade = _weigh(s, top, total)
-        v = tl.load(v_at, mask=some, other=0)
-        v_scale = tl.load(V_SCALE + of_scale, mask=wanted, other=0) if SCALES else None
-        acc, acc_odd = _add(p, v, v_scale, held, acc * fade, acc_odd * fade, SCALES, DTYPE,
-                            PRECISION)
-    if OWNS:
-        if mine:
-            x = Q + b * qb + (n_kv_head * R + h) * D + tl.zeros((1, 1), tl.int32)
-            row, in_head = tl.load(ROWS + b).to(tl.int64), of_d[None, :]
-            new_k, new_k_odd = new_key(x, K_GAIN, COS, SIN, number, in_head, eps, D, BLOCK_D, NORM,
-                                       ROPE, SCALES)
-            new_v, new_v_odd = pair(x + n_kv_head * D, number, in_head, SCALES)
-            at_scale = row * cb + h * ch + new_place * cs
-            new_k, new_k_odd, by = write_pair(
-                K_NEW + (row * kb + h * kh + new_place * ks) * EACH, K_SCALE, at_scale, new_k,
-                new_k_odd, number, kd, in_head, block == 0, SCALES, DTYPE)
-            new_s = tl.sum(q.to(tl.float32) * new_k, 1)
-            if SCALES:
-                new_s = (new_s + tl.sum(q_odd.to(tl.float32) * new_k_odd, 1)) * by
-            new_v, new_v_odd, by = write_pair(
-                V_NEW + (row * vb + h * vh + new_place * vs) * EACH, V_SCALE, at_scale, new_v,
-                new_v_odd, number, 1, in_head, block == 0, SCALES, DTYPE)
-            new_s = (new_s * tl.cast(scale, tl.float32))[:, None]
-            weight, top, total, fade = _weigh(new_s, top, total)
-            if SCALES:
-                weight *= by * ENLARGED
-            acc, acc_odd = acc * fade + weight * new_v, acc_odd * fade + weight * new_v_odd
+        top, total, acc, acc_odd = _attend_block(
+            start, hi, new, page, q, q_odd, K, V, K_SCALE, V_SCALE, TABLE, b, h, d, of_d, scale,
+            n - T + r % T, window, top, total, acc, acc_odd,  # the last T keys are the queries' own
+            kb // EACH, kh // EACH, ks // EACH, kd, vb // EACH, vh // EACH, vs // EACH, cb, ch, cs,
+            BLOCK_N, SCALES, PAGE, ONE_PAGE, PAIRS, ORDERED, WINDOWED, DTYPE, PRECISION,
+            OWNS and RING)
     part = (bh * n_splits + split) * R
-    _store(OUT + (part + r[:, None]) * D + d[None, :] * EACH, LSE + part + r, acc, acc_odd, top,
-           total, whole, of_row, n_splits, SCALES)
+    _store(OUT + (part + r[:, None]) * D + number, LSE + part + r, acc, acc_odd, top, total,
+           of_row[:, None] & of_d[None, :], of_row, n_splits, SCALES)
 
 
 @triton.jit(do_not_specialize=['R', 'n_splits'])
@@ -372,18 +390,12 @@ def stored_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, table
     """
     page_size = 0 if table is None else k.size(2)
     n_kv_head, S = k.size(1), table.size(1) * page_size if page_size else k.size(2)
-    if new:
-        B, t, n_rows, D = q.shape
-        H, rows = new.n_head, q
-    else:
-        B, H, t, D = q.shape
-        n_rows, rows = H * t, q.reshape(B, n_kv_head, -1, D).contiguous()  # (B, Hkv, R, D)
+    B, D, t = q.size(0), q.size(3), 1 if new else q.size(2)
+    H = new.n_head if new else q.size(1)
+    rows = q if new else q.reshape(B, n_kv_head, -1, D).contiguous()       # (B, Hkv, R, D)
     R, scales = H * t // n_kv_head, k_scale is not None
     out = torch.empty(B, n_kv_head, R, D, dtype=q.dtype, device=q.device)
-    # Missing tensors must be None. A placeholder such as q would look like a tensor that the kernel
-    # writes: torch.compile turns each written argument into a separate tensor.
-    norms, (cos, sin) = (new[1:3], new.rope or (None, None)) if new else ((None,) * 2,) * 2
-    gains = [norm and norm.weight for norm in norms]
+    tensors, eps, rope_stride, flags = arguments_of(new)
     dtype, precision = arithmetic(q.dtype, k.dtype)
     block_m, block_n, num_warps = _blocks(R, D, scales, precision, page_size, tuning)
     n_blocks = triton.cdiv(R, block_m)
@@ -399,19 +411,15 @@ def stored_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, table
     block_d = max(32 if scales else 16, triton.next_power_of_2(D))
     pairs, of_scales = _scale_strides(k_scale)
     _split[(n_blocks * n_splits * B * n_kv_head,)](
-        rows, k, v, k_scale, v_scale, kv_lens, table, part, lse, *gains, cos, sin,
-        new and new.rows, new and new.places,
+        rows, k, v, k_scale, v_scale, kv_lens, table, part, lse, *tensors,
         D ** -0.5 * LOG2_E, S, R, t, n_kv_head, n_splits, of_split, window,
-        table.size(1) if page_size else 0, n_rows * D, norms[0].eps if norms[0] else 0.0,
-        cos.stride(0) if cos is not None and cos.dim() == 4 else 0,
-        *k.stride(), *v.stride()[:3], *of_scales,
+        table.size(1) if page_size else 0, rows.stride(0), eps, rope_stride, *k.stride(),
+        *v.stride()[:3], *of_scales,
         D=D, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_N=block_n, SCALES=scales,
         HAS_LENS=kv_lens is not None, PAGE=page_size,
         ONE_PAGE=page_size > 0 and page_size % block_n == 0, PAIRS=pairs, ORDERED=t > 1,
-        WINDOWED=windowed, DTYPE=dtype, PRECISION=precision, FUSED=new is not None,
-        NORM=norms[0] is not None, ROPE=cos is not None, OWNS=bool(new and new.rows is not None),
-        RING=bool(new and new.ring),
-        num_warps=num_warps, num_stages=tuning.num_stages)
+        WINDOWED=windowed, DTYPE=dtype, PRECISION=precision, **flags, num_warps=num_warps,
+        num_stages=tuning.num_stages)
     if n_splits > 1:
         few = n_splits <= FEW_SPLITS
         _join[(B * n_kv_head * R,)](

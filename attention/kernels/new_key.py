@@ -29,6 +29,18 @@ class New(NamedTuple):
     ring: bool = False
 
 
+def arguments_of(new: New | None) -> tuple[list, float, int, dict]:
+    """Those of the kernel: tensors, epsilon, the stride of RoPE's rows, and constants. Missing
+    tensors are None: a placeholder such as q would look like a tensor that the kernel writes, and
+    torch.compile turns each written argument into a separate tensor."""
+    n_head, q_norm, k_norm, rope, rows, places, ring = new or New(0)
+    cos, sin = rope or (None, None)
+    gains = [None if norm is None else norm.weight for norm in (q_norm, k_norm)]
+    flags = dict(NORM=q_norm is not None, ROPE=rope is not None, OWNS=rows is not None, RING=ring)
+    return ([*gains, cos, sin, rows, places], 0.0 if q_norm is None else q_norm.eps,
+            cos.stride(0) if rope and cos.dim() == 4 else 0, flags)
+
+
 @triton.jit
 def inverse_rms(X, some, eps, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """1 / RMS of the heads at X (rows, 1)."""
@@ -78,29 +90,44 @@ def rounded(x, scale):
 
 
 @triton.jit
-def pair(X, d, some, SCALES: tl.constexpr):
-    """Numbers d of the head at X (1, 1), and d + 1, if SCALES."""
-    even = tl.load(X + d, mask=some, other=0).to(tl.float32)
-    odd = tl.load(X + d + 1, mask=some, other=0).to(tl.float32) if SCALES else even
+def queries(X, GAIN, COS, SIN, d, of_row, eps, D: tl.constexpr, BLOCK_D: tl.constexpr,
+            NORM: tl.constexpr, ROPE: tl.constexpr, SCALES: tl.constexpr, DTYPE: tl.constexpr):
+    """Numbers d (1, n) of the heads at X (rows, 1), and numbers d + 1, if SCALES."""
+    some = of_row[:, None] & (d < D)
+    rms = inverse_rms(X, of_row[:, None], eps, D, BLOCK_D) if NORM else None
+    even = turned(X, GAIN, COS, SIN, rms, d, some, D, NORM, ROPE).to(DTYPE)
+    odd = even
+    if SCALES:
+        odd = turned(X, GAIN, COS, SIN, rms, d + 1, some, D, NORM, ROPE).to(DTYPE)
     return even, odd
 
 
 @triton.jit
-def new_key(X, GAIN, COS, SIN, d, some, eps, D: tl.constexpr, BLOCK_D: tl.constexpr,
-            NORM: tl.constexpr, ROPE: tl.constexpr, SCALES: tl.constexpr):
-    """`pair` of a key, after `turned`."""
-    rms = inverse_rms(X, True, eps, D, BLOCK_D) if NORM else None
-    even = turned(X, GAIN, COS, SIN, rms, d, some, D, NORM, ROPE)
-    odd = even
+def write_new(X, to_v, K, kd, V, K_SCALE, V_SCALE, at_scale, GAIN, COS, SIN, d, writes, eps,
+              D: tl.constexpr, BLOCK_D: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
+              SCALES: tl.constexpr, DTYPE: tl.constexpr):
+    """Write a key, from its head at X, to K, and its value, from X + to_v, to V. Returns numbers d
+    (1, n), d + 1 and the scale of the key, and of the value, as they will be read."""
+    x, some = X + tl.zeros((1, 1), tl.int32), d < D
+    rms = inverse_rms(x, True, eps, D, BLOCK_D) if NORM else None
+    k = turned(x, GAIN, COS, SIN, rms, d, some, D, NORM, ROPE)
+    v = tl.load(x + to_v + d, mask=some, other=0).to(tl.float32)
+    k_odd, v_odd = k, v
     if SCALES:
-        odd = turned(X, GAIN, COS, SIN, rms, d + 1, some, D, NORM, ROPE)
-    return even, odd
+        k_odd = turned(x, GAIN, COS, SIN, rms, d + 1, some, D, NORM, ROPE)
+        v_odd = tl.load(x + to_v + d + 1, mask=some, other=0).to(tl.float32)
+    k, k_odd, k_scale = write_pair(K, K_SCALE, at_scale, k, k_odd, d, kd, some, writes, SCALES,
+                                   DTYPE)
+    v, v_odd, v_scale = write_pair(V, V_SCALE, at_scale, v, v_odd, d, 1, some, writes, SCALES,
+                                   DTYPE)
+    return k, k_odd, k_scale, v, v_odd, v_scale
 
 
 @triton.jit
 def write_pair(Y, SCALE, at_scale, even, odd, d, stride, some, writes, SCALES: tl.constexpr,
                DTYPE: tl.constexpr):
-    """Write a `pair` to Y, in int8 if SCALES. Returns what will be read there, and its scale."""
+    """Write numbers d to Y; if SCALES also numbers d + 1, as int8. Returns what will be read there,
+    and its scale."""
     scale = 1.0
     if SCALES:
         even, odd, half = as_int8(even, odd)

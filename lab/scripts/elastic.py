@@ -41,8 +41,9 @@ def plans(folder: Path) -> dict:
     file = folder / 'streaming.jsonl'
     for line in map(json.loads, file.read_text('utf-8').splitlines() if file.is_file() else ()):
         if line['held'] < line['T']:
-            plan = found.setdefault(f"{line['sinks']} sinks + {line['held'] - line['sinks']}", {})
-            plan.setdefault(SINKS, (line['bytes_per_token'], {}))[1][line['seed']] = line['val_loss']
+            kinds = found.setdefault(f"{line['sinks']} sinks + {line['held'] - line['sinks']}", {})
+            _, losses = kinds.setdefault(SINKS, (line['bytes_per_token'], {}))
+            losses[line['seed']] = line['val_loss']
     return dict(sorted(found.items(), key=lambda item: -next(iter(item[1].values()))[0]))
 
 

@@ -46,8 +46,8 @@ class Launched:
         given = dict(zip(self.kernel.arg_names, args)) | constants
         kernel_name, form = self.kernel.__name__, specialised(self.kernel, given)
         compiled.add(str((kernel_name, num_warps, num_stages, form)))
-        outputs = {'_split': ('OUT', 'LSE'), '_join': ('OUT',), '_linear': ('Y',), '_few_rows': ('Y',),
-                   '_of_parts': ('VALUES', 'PLACES'), '_of_rows': ('TOKENS',)}
+        outputs = {'_split': ('OUT', 'LSE'), '_join': ('OUT',), '_linear': ('Y',),
+                   '_few_rows': ('Y',), '_of_parts': ('VALUES', 'PLACES'), '_of_rows': ('TOKENS',)}
         for name in outputs[kernel_name]:
             given[name].zero_()
 

@@ -40,7 +40,8 @@ def test_the_plan_document_is_the_plans_arithmetic(serve):
     # one K/V head, since 4 heads have no third; of the global layer only K
     assert found.pop('gemma_slots') == [[5, 2 * 6 * 8]] * 5 + [[0, 6 * 8]] + [[5, 2 * 6 * 8]]
     assert found == dict(
-        model='tiny', models=['tiny'], dataset='', parameters=sum(p.numel() for p in MODEL.parameters()),
+        model='tiny', models=['tiny'], dataset='',
+        parameters=sum(p.numel() for p in MODEL.parameters()),
         max_positions=LONGEST, max_seq_len=LONGEST, block_size=64, kv_dtype=dtype,
         page_size=4, pages=server.engine.cache.table.n_pages, rows=3,
         vanilla_position_nbytes=7 * 2 * 4 * 6 * 8,
