@@ -174,6 +174,9 @@ def main(argv=None):
             prepare(engine)
         nbytes = model.plan.nbytes(1, model.config.block_size, engine.cache.kv_dtype)
         name = f'{service.model}:{name_for(nbytes)}' if engines else service.model
+        if name in (other.model for other in services):  # of two in one size, the larger is better
+            print(f'Note: {name} has two plans, of which the second is not served')
+            continue
         services.append(replace(service, model=name, engine=len(engines), nbytes=nbytes, loss=loss))
         engines.append(engine)
     worker = Worker(engines, s.max_waiting, Metrics())

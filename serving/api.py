@@ -13,6 +13,7 @@ from engine.requests.params import (
 
 MAX_CHOICES = 128  # per request, as in OpenAI's API
 MAX_MESSAGES = 2_048  # of a conversation; also parts of a message
+MAX_SIZE = 20  # characters of a size in a model's name: converting long numbers takes long
 MAX_ENTRIES = 250_000  # log-probabilities of a request, about 300 bytes each
 
 # field -> field of SamplingParams, which checks its range; of two for one, the last counts
@@ -111,8 +112,9 @@ def model_of(document):
 
 
 def service_for(name, services: list[Service]) -> Service:
-    """The service of a model's name, which may be NAME:BYTES, as in 'out-elastic:64KB': the plan of
-    least loss within these bytes. The first service if there is no name. ApiError: 404."""
+    """The service of a model's name. Of an elastic model that may be NAME:BYTES, as in
+    'out-elastic:64KB': unless a service has that very name, the plan of least loss within these
+    bytes. The first service if there is no name. ApiError: 404."""
     first = services[0]
     if name is None:
         return first
@@ -120,7 +122,7 @@ def service_for(name, services: list[Service]) -> Service:
         if service.model == name:
             return service
     head, _, size = name.rpartition(':') if isinstance(name, str) else ('', '', '')
-    if head == first.model and len(services) > 1:
+    if head == first.model and len(services) > 1 and len(size) <= MAX_SIZE:
         with contextlib.suppress(UserError):
             budget = parse_bytes(size)
             if fitting := [service for service in services if service.nbytes <= budget]:

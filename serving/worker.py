@@ -54,7 +54,7 @@ class Worker(threading.Thread):
     def __init__(self, engines: Sequence[Engine], max_waiting: int, metrics):
         super().__init__(name='engine', daemon=True)
         self.engines, self.metrics = engines, metrics
-        rows = engines[0].cache.batch_size
+        rows = sum(engine.cache.batch_size for engine in engines)
         self.max_choices = rows + max_waiting
         self.max_client_choices = most_choices(rows, max_waiting)
         # guarded by the condition

@@ -24,18 +24,18 @@ CORE_TOKENS = 15_660
 # number. Before the elastic models they were 23,791 lines without tests, and 21,370 of tests.
 BUDGETS = {
     'nanokv.py': 250,
-    'train.py sample.py chat.py serve.py ablate.py bench.py': 1_191,
-    'lab/': 4_342,
-    'serving/': 1_338,
+    'train.py sample.py chat.py serve.py ablate.py bench.py': 1_194,
+    'lab/': 4_347,
+    'serving/': 1_340,
     'interop/': 1_700,
-    'training/': 3_771,
+    'training/': 3_784,
     'extension/': 90,
     'engine/': 4_592,
-    'attention/': 864,  # without the core, like kv/
+    'attention/': 865,  # without the core, like kv/
     'kv/': 1_107,
     'data/': 1_889,
     'common/ config/ configurator.py': 1_886,
-    'tests/': 22_211,
+    'tests/': 22_225,
 }
 house = pytest.mark.house
 

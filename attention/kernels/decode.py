@@ -384,7 +384,8 @@ def stored_attention(q, k, v, k_scale=None, v_scale=None, *, kv_lens=None, table
         kv_lens: (B,) number of keys of each row, including padding; the last t are the queries'
             own. 0 gives zeros. None = all S.
         new: then q is (B, 1, H + 2 * Hkv, D), contiguous, the heads of q | k | v of a token a row,
-            or (B, 1, H, D) of a layer that reads; kv_lens counts the new token, too.
+            or (B, 1, H, D) of a layer that reads. K and V of the token are written to k and v;
+            kv_lens, which is required, counts it.
         window: number of keys that a query sees, including its own; 0 = no limit. Ignored if t = 1.
     Returns (B, H, t, D).
     """

@@ -22,8 +22,8 @@ class FusedAttention(CausalSelfAttention):
                                                    *target))
 
     def fuses(self, x, cache) -> bool:
-        """False for float64, int4, sinks, gates, tied or offset keys, latents, and K and V that are
-        rounded to int8 but stored in a different dtype."""
+        """False for float64, int4, sinks, gates, masks, tied or offset keys, latents, heads above
+        256, and K and V that are rounded to int8 but stored in a different dtype."""
         if not isinstance(cache, StaticCache):
             return False
         rounds_only = self.kv_quant_train == 'int8' and cache.kv_dtype != 'int8'

@@ -118,8 +118,8 @@ class StaticCache:
         return self.read(layer, q, sink)
 
     def read(self, layer: Layer, q: torch.Tensor, sink=None, new=None) -> torch.Tensor:
-        """Attention to the slot of a layer, after this step's K and V were written. new: q has all
-        that was projected (`attention.kernels.decode.New`)."""
+        """Attention to the slot of a layer, after this step's K and V were written. new: it writes
+        them, and q has all that was projected (`attention.kernels.new_key.New`)."""
         if torch.is_autocast_enabled(q.device.type):
             with torch.autocast(q.device.type, enabled=False):
                 return self.read(layer, q, sink, new)

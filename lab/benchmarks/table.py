@@ -110,7 +110,7 @@ class Column(string.Formatter):
 def rows_of(document: dict, source: str) -> list[dict]:
     """The rows of a table: one for each side of each cell, with the ratios of that side only."""
     rows = []
-    for cell in document['cells' if source == 'capacity' else source]:
+    for cell in document.get('cells' if source == 'capacity' else source, ()):
         sides = cell.get('capacity', {}) if source == 'capacity' else cell['sides']
         for name, side in sides.items():
             row = cell | side | {'side': name}

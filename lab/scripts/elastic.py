@@ -6,6 +6,7 @@ Reads results.json of the folder, which ablate.py wrote, and streaming.jsonl if 
 (lab/scripts/streaming.py).
 """
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -24,6 +25,7 @@ KINDS = {'alone': ('trained alone', 'o-'), 'elastic': ('one elastic model', 's-'
          'rounded': ('the base, rounded to int8 and int4', 'D'),
          SINKS: ('the base, a window with sinks (StreamingLLM)', '+--')}
 ELASTIC = 'elastic', 'elastic of 2 passes'
+ZOOM = 0.13  # nats
 OTHERS = {'base alone': 'base, alone', 'elastic': 'base, elastic',
           'elastic of 2 passes': 'base, elastic of 2 passes',
           'base in int8': 'base in int8, rounded', 'base in int4': 'base in int4, rounded'}
@@ -71,16 +73,19 @@ def price(kinds: dict, kind: str) -> str:
 
 
 def draw(found: dict, path: Path) -> None:
-    with subplots(figsize=(7.2, 4.4)) as (figure, axis):
+    """Above all of it, below what lies within ZOOM nats of the lowest loss."""
+    with subplots(nrows=2, figsize=(7.2, 6.4), sharex=True, height_ratios=(1, 2)) as drawn:
+        (figure, axes), lowest = drawn, math.inf
         for (kind, (label, style)), color in zip(KINDS.items(), COLOURS):
             points = [(kinds[kind][0], mean(kinds[kind][1])) for kinds in found.values()
                       if kind in kinds]
-            if points:
+            for axis in axes if points else ():
                 axis.plot(*zip(*points), style, color=color, label=label)
-        axis.set(xscale='log', xlabel='KV bytes per token (bfloat16)',
-                 ylabel='validation loss, nats per token')
-        plain_log_ticks(axis.xaxis, *axis.get_xlim(), subs=(1, 3))
-        axis.legend()
+            lowest = min([lowest, *(loss for _, loss in points)])
+        axes[1].set(xscale='log', xlabel='KV bytes per token (bfloat16)',
+                    ylabel='validation loss, nats per token', ylim=(lowest - 0.01, lowest + ZOOM))
+        plain_log_ticks(axes[1].xaxis, *axes[1].get_xlim(), subs=(1, 3))
+        axes[1].legend(loc='upper left')
         save(figure, path, metadata={'Software': None})
 
 

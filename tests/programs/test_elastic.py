@@ -193,6 +193,8 @@ def test_teachers_that_cannot_teach_are_refused(teacher, plans, words, elastic, 
 @pytest.mark.parametrize('settings, words', [
     (dict(plans='n_kv_head=7'), 'n_kv_head'),
     (dict(batch_size=3), 'batch_size=3 is less than the 4'),
+    (dict(plan_passes=5), 'plan_passes=5: must be from 1 to the number of plans, 4'),
+    (dict(plan_passes=0), 'plan_passes=0'), (dict(plans='', plan_passes=2), 'plan_passes=2'),
     (dict(parallel='fsdp'), "plans and teachers do not go with parallel='fsdp'")])
 def test_plans_that_cannot_be_trained_are_refused_before_anything_is_written(tmp_path, settings,
                                                                              words):

@@ -42,10 +42,13 @@ def test_plans_are_read_and_ordered_by_their_bytes():
     sizes = [plan.nbytes() for plan in plans]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] == 6 * 48 * 2 * 32 * 2
     assert plans_of('', BASE) == [Plan({}, BASE)] == plans_of(' ; ', BASE)
-    saved = [{'changes': plan.changes, 'loss': 1.5} for plan in plans]
+    saved = [{'changes': plan.changes, 'loss': 1.5, 'shared': 'mean'} for plan in plans]
     assert of_checkpoint(saved, BASE) == (plans, [1.5] * 4)
     assert of_checkpoint([{'changes': {}, 'loss': math.nan}], BASE)[1] == [math.inf]
     assert of_checkpoint(None, BASE) == ([Plan({}, BASE)], [None])
+    for each in saved:  # of when a shared slot had the weights of its first layer
+        del each['shared']
+    assert of_checkpoint(saved, BASE)[1] == [1.5] * 3 + [None]
     lines = table(plans, [1.5] * 4)
     assert lines[2].split() == ['9.22', 'kB', '4.0x', 'smaller', 'val', 'loss', '1.5000',
                                 'n_kv_head=1'] and len(lines) == 4

@@ -29,8 +29,8 @@ def converted(weights: dict, before: KVPlan, after: KVPlan, names) -> dict:
     for was, now in zip(before.layers, after.layers):
         n_kv_head = after.slots[now.slot].n_kv_head
         owners = [layer for layer in (before.layers[i] for i in after.slots[now.slot].layers)
-                  if now.owns and layer.owns  # one with fewer heads has no part in the mean
-                  and before.slots[layer.slot].n_kv_head % n_kv_head == 0]
+                  if now.owns and layer.owns
+                  and (layer is was or averages(before, layer, n_kv_head))]
         same = owners == [was] and before.slots[was.slot].n_kv_head == n_kv_head
         for name in ('weight', 'bias') if was.owns and not same else ():
             name = f'transformer.h.{{}}.attn.c_attn.{name}'
@@ -42,6 +42,13 @@ def converted(weights: dict, before: KVPlan, after: KVPlan, names) -> dict:
                 kv = [torch.stack(rows).mean(0) for rows in zip(*each)]
                 out[name.format(now.index)] = torch.cat([q, *kv])
     return {name: x for name, x in out.items() if name in names}
+
+
+def averages(plan: KVPlan, layer, n_kv_head: int) -> bool:
+    """Whether a layer has a part in the mean of a shared slot: not with fewer heads, and not with
+    latents, which each layer reads in its own way."""
+    slot = plan.slots[layer.slot]
+    return not slot.latent and slot.n_kv_head % n_kv_head == 0
 
 
 def _pooled(x, old: int, new: int):

@@ -16,6 +16,9 @@ from training.checkpoint.convert import MEMORY, check_conversion
 
 AUTO = 'auto'
 KINDS = {f.name: type(f.default) for f in dataclasses.fields(GPTConfig)}
+# What the weights of a shared slot are of those of its layers, in checkpoints. Older ones took the
+# first layer's: their losses of such plans are of other weights.
+SHARED = 'mean'
 SMALLEST, N_AUTO = 64, 6  # 'auto' goes down to 1/64 of the base's bytes in that many plans
 
 
@@ -67,7 +70,9 @@ def of_checkpoint(saved, base: GPTConfig) -> tuple[list[Plan], list[float | None
         raise UserError('the plans of the checkpoint are invalid: the first is not the base')
     plans = [made(entry['changes'], base) for entry in entries]
     check_different(plans)
-    losses = [entry.get('loss') for entry in entries]
+    losses = [entry.get('loss') if entry.get('shared') == SHARED
+              or not entry['changes'].keys() & {'kv_share', 'share_global_kv'} else None
+              for entry in entries]
     return plans, [math.inf if loss != loss else loss for loss in losses]  # NaN is the worst
 
 

@@ -89,6 +89,9 @@ def elastic_of(model: GPT, s, data, saved: dict | None, changed: bool) -> Elasti
     kept = (saved or {}).get('plans') if s.given.get('plans') != COMMAND_LINE else None
     plans, losses = (of_checkpoint(kept, model.config) if kept
                      else (plans_of(s.plans, model.config), []))
+    if not 1 <= s.plan_passes <= len(plans):
+        raise UserError(f'plan_passes={s.plan_passes}: must be from 1 to the number of plans, '
+                        f'{len(plans)}')
     if len(plans) == 1 and not s.teacher:
         return None
     if s.parallel == 'fsdp':
@@ -99,9 +102,6 @@ def elastic_of(model: GPT, s, data, saved: dict | None, changed: bool) -> Elasti
     if s.batch_size < len(plans):
         raise UserError(f'batch_size={s.batch_size} is less than the {len(plans)} plans (with the '
                         "model's own), each of which takes a part of every batch")
-    if not 1 <= s.plan_passes <= len(plans):
-        raise UserError(f'plan_passes={s.plan_passes}: must be from 1 to the number of plans, '
-                        f'{len(plans)}')
     if len(plans) > 1:
         print('plans, in bytes of one sequence in bfloat16:', *table(plans), sep='\n  ')
     return Elastic(model, plans, [] if changed else losses, teacher_of(s, data, model.config),

@@ -111,7 +111,7 @@ class StepClock:
     def measured(self, run, dt: float) -> None:
         if run.iter_num - self.first >= 5:
             n = run.s.batch_size * run.s.gradient_accumulation_steps // run.ranks.world_size
-            now = run.model.estimate_mfu(n, dt)
+            now = run.model.estimate_mfu(n * run.s.plan_passes, dt)
             self.mfu = now if self.mfu == -1.0 else 0.9 * self.mfu + 0.1 * now
         if run.iter_num > self.first:
             self.mean_dt = 0.9 * self.mean_dt + 0.1 * dt if self.mean_dt else dt

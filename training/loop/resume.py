@@ -10,6 +10,7 @@ from common.gpt_config import model_args
 from common.settings import MODEL
 from training.checkpoint import file as ckpt
 from training.checkpoint.manager import peek
+from training.elastic.plans import SHARED
 from training.parallel import fsdp
 from training.parallel.distributed import Ranks, env_int, launch_id
 from training.step.optim import load_optimizer
@@ -43,8 +44,8 @@ def checkpoint_of(run) -> dict | None:
         return None
     config, plans = run.model.config, {}
     if run.plans:
-        plans = {'plans': [{'changes': plan.changes, 'loss': loss} for plan, loss in
-                           itertools.zip_longest(run.plans, run.elastic.losses)]}
+        plans = {'plans': [{'changes': plan.changes, 'loss': loss, 'shared': SHARED} for plan, loss
+                           in itertools.zip_longest(run.plans, run.elastic.losses)]}
     shape = {name: getattr(config, name) for name in MODEL}
     return {'model': weights, 'optimizer': moments, 'model_args': model_args(config),
             'iter_num': run.iter_num, 'best_val_loss': run.best_val_loss,

@@ -160,7 +160,7 @@ class Run:
     def metrics(self, updates, seconds: float) -> dict:
         """Return a logged step's metrics from grad_norm on (see `RunLog`). updates: as returned by
         `GuardedUpdate.read`. seconds: per iteration."""
-        tflops = achieved(self.model, self.sequences, seconds)
+        tflops = achieved(self.model, self.sequences * self.s.plan_passes, seconds)
         peak = peak_tflops(device_name(self.device), self.dtype)
         used, most, total = memory_use(self.device)
         row = dict(grad_norm=updates.grad_norm, loss_scale=updates.loss_scale,

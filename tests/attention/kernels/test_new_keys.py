@@ -1,5 +1,7 @@
 """Attention that also computes its queries and the new key, with QK-norm, RoPE, int8 and the write,
 against the same in plain torch."""
+import copy
+
 import pytest
 import torch
 
@@ -11,13 +13,15 @@ from kv.quantize import quantize_int8
 from kv.slots import KVStore
 from lab.benchmarks.kernels import fill_random
 
-B, D, CAPACITY, PAGE = 4, 12, 21, 4
+B, D, CAPACITY = 4, 12, 21
 LAYOUTS = {  # of each row: number of keys, row or page of the new one, its offset
     'ring': ([21, 21, 5, 0], [0, 1, 2, 3], [7, 20, 4, -1]),
     'contiguous': ([21, 1, 13, 0], [0, 1, 2, 3], [20, 0, 12, -1]),
-    'paged': ([21, 1, 8, 0], [11, 2, 6, 0], [0, 0, 3, -1]),
+    'pages of 4': ([21, 1, 8, 0], [11, 2, 6, 0], [0, 0, 3, -1]),
+    'pages of 16': ([33, 1, 32, 0], [5, 2, 6, 0], [0, 0, 15, -1]),
 }
-TABLE = [[0, 3, 5, 8, 9, 11], [2] + [-1] * 5, [1, 6] + [-1] * 4, [-1] * 6]
+TABLES = {4: [[0, 3, 5, 8, 9, 11], [2] + [-1] * 5, [1, 6] + [-1] * 4, [-1] * 6],
+          16: [[0, 3, 5], [2, -1, -1], [1, 6, -1], [-1] * 3]}
 
 
 def made(device, layout, kv_dtype, dtype=torch.float32, heads=(4, 2), norm=True, rope=True,
@@ -35,10 +39,11 @@ def made(device, layout, kv_dtype, dtype=torch.float32, heads=(4, 2), norm=True,
     lens, rows, places = (torch.tensor(x, device=device) for x in LAYOUTS[layout])
     positions = torch.tensor([[70], [0], [12], [3]], device=device)
     table = RotaryTable(D, 50.0).at(positions, 128, dtype) if rope else None
-    n, capacity = (12, PAGE) if layout == 'paged' else (B, CAPACITY)
+    page = int(layout.rpartition(' ')[2]) if 'pages' in layout else 0
+    n, capacity = (12, page) if page else (B, CAPACITY)
     store = KVStore(n, n_kv_head, capacity, D, kv_dtype, dtype, device)
     fill_random(store)
-    pages = torch.tensor(TABLE, dtype=torch.int32, device=device) if layout == 'paged' else None
+    pages = torch.tensor(TABLES[page], dtype=torch.int32, device=device) if page else None
     new = New(H, *norms, table, *((rows, places, layout == 'ring') if owns else ()))
     return qkv, store, dict(kv_lens=lens, table=pages, new=new)
 
@@ -65,14 +70,12 @@ def expected(qkv, store, kv_lens, table, new):
 @pytest.mark.parametrize('layout', LAYOUTS)
 @pytest.mark.parametrize('kv_dtype, heads, n_splits, norm, rope', [
     (torch.int8, (4, 2), 3, True, True), (torch.float32, (4, 1), 1, True, False),
-    (torch.float16, (3, 3), 2, False, True), (torch.int8, (17, 1), 1, False, False),
+    (torch.float16, (3, 3), 2, False, True), (torch.int8, (17, 1), 3, False, False),
     (torch.float32, (4, 2), 3, True, True)])
 @torch.no_grad()
 def test_is_what_torch_does(device, layout, kv_dtype, heads, n_splits, norm, rope):
     qkv, store, how = made(device, layout, kv_dtype, heads=heads, norm=norm, rope=rope)
-    other = made(device, layout, kv_dtype, heads=heads, norm=norm, rope=rope)[1]
-    for stored, x in zip(store.tensors, other.tensors):
-        x.copy_(stored)
+    other = copy.deepcopy(store)
     y = stored_attention(qkv, *store.tensors, **how, tuning=Tuning(block_n=16, n_splits=n_splits))
     exact = expected(qkv, other, **how)
     for stored, x in zip(store.tensors, other.tensors):
@@ -131,9 +134,12 @@ def test_half_precision(dtype, layout):
     device = torch.device('cuda')
     for kv_dtype in (torch.int8, dtype):
         qkv, store, how = made(device, layout, kv_dtype, dtype)
+        other = copy.deepcopy(store)
         y = stored_attention(qkv, *store.tensors, **how).double()
-        exact = expected(qkv, store, **how)
+        exact = expected(qkv, other, **how)
         assert (y - exact)[:3].abs().max() < 2 ** -5 * exact.abs().max()
+        for stored, x in zip(*(dequantized(torch.float64, *s.tensors) for s in (store, other))):
+            assert (stored - x).abs().max() < 2 ** -5 * x.abs().max()
 
 
 @pytest.mark.parametrize('size', [0.0, 1e-9, 1e9, float('inf'), float('nan')])
