@@ -32,8 +32,8 @@ def converted(weights: dict, before: KVPlan, after: KVPlan, names) -> dict:
                   if now.owns and layer.owns
                   and (layer is was or averages(before, layer, n_kv_head))]
         same = owners == [was] and before.slots[was.slot].n_kv_head == n_kv_head
-        for name in ('weight', 'bias') if was.owns and not same else ():
-            name = f'transformer.h.{{}}.attn.c_attn.{name}'
+        for kind in ('weight', 'bias') if was.owns and not same else ():
+            name = f'transformer.h.{{}}.attn.c_attn.{kind}'
             if name.format(now.index) in weights:
                 q = weights[name.format(now.index)][:c_attn_rows(before, was)[0]]
                 each = [[_pooled(x, before.slots[layer.slot].n_kv_head, n_kv_head)
