@@ -203,20 +203,19 @@ def _attend_new(X, to_v, K, kd, V, K_SCALE, V_SCALE, at_scale, GAIN, COS, SIN, d
 
 
 @triton.jit
-def _keys_of(split, of_split, n, S, T, window, PLACES, b, BLOCK_N: tl.constexpr,
+def _keys_of(split, of_split, n, S, T, window, place, BLOCK_N: tl.constexpr,
              WINDOWED: tl.constexpr, OWNS: tl.constexpr, RING: tl.constexpr):
-    """A split's keys that are in memory, lo to hi - 1. If OWNS, also the index and the place of the
-    new key, and whether it is in this split."""
+    """A split's keys that are in memory, lo to hi - 1; if OWNS also the index of the new key, and
+    whether it is in this split. place: its offset, negative if it is not written. (torch.compile
+    would take a tensor for written if its numbers came from here and were in an address.)"""
     first = tl.maximum(n - T - window + 1, 0) // BLOCK_N * BLOCK_N if WINDOWED else 0
     lo = first + split * of_split * BLOCK_N
     hi = tl.minimum(lo + of_split * BLOCK_N, tl.minimum(n, S))  # padding may count beyond S
-    place, new, mine = n * 0, n - 1, n < 0
-    if OWNS:
-        place = tl.load(PLACES + b).to(tl.int32)
-        new = place if RING else new  # elsewhere it is the last one
-        mine = (place >= 0) & (new >= lo) & (new < hi)
-        hi = hi if RING else tl.where(mine, new, hi)
-    return lo, hi, new, place, mine
+    new = place if RING else n - 1  # the last one, except in a ring
+    mine = (place >= 0) & (new >= lo) & (new < hi)
+    if OWNS and not RING:
+        hi = tl.where(mine, new, hi)
+    return lo, hi, new, mine
 
 
 @triton.jit
@@ -274,8 +273,9 @@ def _split(Q, K, V, K_SCALE, V_SCALE, KV_LENS, TABLE, OUT, LSE,
     q, q_odd = queries(Q + (r * D)[:, None], Q_GAIN, COS, SIN, number, of_row, eps, D, BLOCK_D,
                        NORM, ROPE, SCALES, DTYPE)
     n = tl.load(KV_LENS + b).to(tl.int32) if HAS_LENS else S
-    lo, hi, new, place, mine = _keys_of(split, of_split, n, S, T, window, PLACES, b, BLOCK_N,
-                                        WINDOWED, OWNS, RING)
+    place = tl.load(PLACES + b).to(tl.int32) if OWNS else n
+    lo, hi, new, mine = _keys_of(split, of_split, n, S, T, window, place, BLOCK_N, WINDOWED, OWNS,
+                                 RING)
     top = tl.full((BLOCK_M,), float('-inf'), tl.float32)
     total, acc = tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, WIDTH), tl.float32)
     acc_odd, cb, ch = acc, cb * 2 if PAIRS else cb, ch * 2 if PAIRS else ch
