@@ -268,8 +268,7 @@ def _split(Q, K, V, K_SCALE, V_SCALE, KV_LENS, TABLE, OUT, LSE,
     r, d = block * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, WIDTH)
     of_row, of_d, number = r < R, d < D // EACH, d[None, :] * EACH
     Q += b * qb + h * R * D
-    if ROPE:
-        COS, SIN = COS + b * rope_b, SIN + b * rope_b
+    COS, SIN = (COS + b * rope_b, SIN + b * rope_b) if ROPE else (None, None)
     q, q_odd = queries(Q + (r * D)[:, None], Q_GAIN, COS, SIN, number, of_row, eps, D, BLOCK_D,
                        NORM, ROPE, SCALES, DTYPE)
     n = tl.load(KV_LENS + b).to(tl.int32) if HAS_LENS else S
