@@ -140,7 +140,7 @@ def test_means_of_the_clock_follow_nanogpts_weights():
     steps = iter([0.5, 0.7, 0.1])
     clock, run = StepClock(first=3), SimpleNamespace(
         iter_num=3, ranks=SimpleNamespace(world_size=2),
-        s=SimpleNamespace(batch_size=6, gradient_accumulation_steps=4),
+        s=SimpleNamespace(batch_size=3, gradient_accumulation_steps=4, plan_passes=2),
         model=SimpleNamespace(estimate_mfu=lambda n, dt: next(steps) if n == 12 else 9.9))
     found = []
     for run.iter_num, seconds in zip(range(3, 11), (9.0, 1.0, *[2.0] * 6)):
