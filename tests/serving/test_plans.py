@@ -59,8 +59,9 @@ def test_a_size_names_the_best_plan_within_it(server, name, found):
     assert model['id'] == NAMES[found]
 
 
-@pytest.mark.parametrize('name', ['tiny:19KB', 'tiny:', 'tiny:x', 'other', 'other:30KB', 'tiny:0',
-                                  'small', ':30KB', 'tiny:' + '9' * 15_000, 'tiny:9e99999', 7, [1], {'a': 1}])
+@pytest.mark.parametrize('name', [
+    'tiny:19KB', 'tiny:', 'tiny:x', 'other', 'other:30KB', 'tiny:0', 'small', ':30KB',
+    'tiny:' + '9' * 15_000, 'tiny:9e99999', 7, [1], {'a': 1}])
 def test_other_names_are_refused(server, name):
     response = server.complete(prompt=TEXT, model=name)
     assert_refused(response, 404, *map(repr, NAMES), param='model', code='model_not_found')
