@@ -267,9 +267,9 @@ def _split(Q, K, V, K_SCALE, V_SCALE, KV_LENS, TABLE, OUT, LSE,
     WIDTH: tl.constexpr = BLOCK_D // EACH
     r, d = block * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, WIDTH)
     of_row, of_d, number = r < R, d < D // EACH, d[None, :] * EACH
-    Q += b * qb + h * R * D
+    Q += b * qb
     COS, SIN = (COS + b * rope_b, SIN + b * rope_b) if ROPE else (None, None)
-    q, q_odd = queries(Q + (r * D)[:, None], Q_GAIN, COS, SIN, number, of_row, eps, D, BLOCK_D,
+    q, q_odd = queries(Q + ((h * R + r) * D)[:, None], Q_GAIN, COS, SIN, number, of_row, eps, D, BLOCK_D,
                        NORM, ROPE, SCALES, DTYPE)
     n = tl.load(KV_LENS + b).to(tl.int32) if HAS_LENS else S
     place = tl.load(PLACES + b).to(tl.int32) if OWNS else n
@@ -282,7 +282,7 @@ def _split(Q, K, V, K_SCALE, V_SCALE, KV_LENS, TABLE, OUT, LSE,
         if mine:
             row = tl.load(ROWS + b).to(tl.int64)
             top, total, acc, acc_odd = _attend_new(
-                Q + (n_kv_head * R + h - h * R) * D, n_kv_head * D,
+                Q + (n_kv_head * R + h) * D, n_kv_head * D,
                 K + (row * kb + h * kh + place * ks), kd, V + (row * vb + h * vh + place * vs),
                 K_SCALE, V_SCALE, row * cb + h * ch + place * cs, K_GAIN, COS, SIN, number,
                 block == 0, eps, q, q_odd, scale, top, total, acc, acc_odd, D, BLOCK_D, NORM, ROPE,
