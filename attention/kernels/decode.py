@@ -269,8 +269,8 @@ def _split(Q, K, V, K_SCALE, V_SCALE, KV_LENS, TABLE, OUT, LSE,
     of_row, of_d, number = r < R, d < D // EACH, d[None, :] * EACH
     Q += b * qb
     COS, SIN = (COS + b * rope_b, SIN + b * rope_b) if ROPE else (None, None)
-    q, q_odd = queries(Q + ((h * R + r) * D)[:, None], Q_GAIN, COS, SIN, number, of_row, eps, D, BLOCK_D,
-                       NORM, ROPE, SCALES, DTYPE)
+    q, q_odd = queries(Q + ((h * R + r) * D)[:, None], Q_GAIN, COS, SIN, number, of_row, eps, D,
+                       BLOCK_D, NORM, ROPE, SCALES, DTYPE)
     n = tl.load(KV_LENS + b).to(tl.int32) if HAS_LENS else S
     place = tl.load(PLACES + b).to(tl.int32) if OWNS else n
     lo, hi, new, mine = _keys_of(split, of_split, n, S, T, window, place, BLOCK_N, WINDOWED, OWNS,

@@ -235,6 +235,14 @@ def test_chat_serve_and_prompts_stay_within_the_budget(elastic, tmp_path, capsys
         chat.main(flags(common | TALK | dict(kv_budget=100)))
 
 
+def test_the_work_of_two_passes_is_counted(tmp_path):
+    work = []
+    for passes in (1, 2):
+        [*_, row] = run_train(tmp_path / str(passes), ROPE, plans=PLANS, plan_passes=passes).rows
+        work.append(row['model_tflops_per_second'] / row['tokens_per_second'])
+    assert work[1] == pytest.approx(2 * work[0])
+
+
 def test_the_program_serves_all_plans_of_a_run(elastic, monkeypatch, capsys):
     made = []
 

@@ -78,6 +78,17 @@ def test_a_failed_step_of_one_plan_leaves_the_others(server, monkeypatch):
     assert_refused(bad.result(), 500, 'the model fails')
 
 
+def test_a_plans_rows_are_free_while_those_of_another_are_taken(serve, held):
+    server = serve(model=BASE, plans=SERVED, rows=1, max_waiting=0)
+    calls = []
+    for n, name in enumerate(NAMES, 1):
+        calls.append(in_background(lambda name=name: server.complete(prompt=TEXT, model=name)))
+        server.wait_for(n)
+    assert_refused(server.complete(prompt=TEXT), 429, 'too many requests')
+    held.set()
+    assert [call.result().status_code for call in calls] == [200] * 3
+
+
 def test_all_models_are_listed(server):
     listed = server.client.get('/v1/models').json()['data']
     assert [model['id'] for model in listed] == NAMES
